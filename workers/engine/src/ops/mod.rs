@@ -1,0 +1,28 @@
+//! Hot operations of every model, with one signature for every device.
+//!
+//! All tensors are `f32`. Images are channels-last, `[N, H, W, C]`, contiguous; token sequences are `[B, S, C]`.
+//! Weights come in the shapes of the weight files and are repacked once, when an operation is built from them.
+//!
+//! **Determinism.** Every output element is one sum in one order that depends on the operation's shape alone, so a
+//! result has the same bytes with any number of threads, on every run, and for an image alone or in a batch.
+//!
+//! **Memory.** Beside its output an operation takes only what its documentation calls *working set*.
+
+mod attention;
+mod conv;
+mod embedding;
+mod layout;
+mod linear;
+mod norm;
+mod pointwise;
+mod tensor;
+mod threads;
+
+pub use attention::{AttentionMask, attention};
+pub use conv::{Conv2d, Padding, UpsampleConv2d, conv2d, conv2d_add, conv2d_upsampled};
+pub use embedding::timestep_embedding;
+pub use layout::{concat_channels, nchw_to_nhwc, nhwc_to_nchw, upsample_nearest2x};
+pub use linear::{Linear, linear, linear_add};
+pub use norm::{group_norm, layer_norm, rms_norm};
+pub use pointwise::{Activation, activate, add, geglu, silu};
+pub use threads::{install, set_threads, threads};
