@@ -1,2 +1,3 @@
 //! Placeholder.
 pub mod ops;
+pub mod sampling;
