@@ -1,8 +1,13 @@
 //! Convolutions over channels-last images.
+//!
+//! A convolution is a product of rows with the packed weight, where a row is the `kh · kw` pixels under the kernel, read
+//! where they lie. Nothing is unfolded in memory.
 
 use candle_core::{Result, Tensor, bail};
 
-use super::layout::{nchw_to_nhwc, nhwc_to_nchw, upsample_nearest2x};
+use super::pointwise::Activation;
+use super::product::{Epilogue, Packed, Rows, product, product_tensor};
+use super::tensor::{Output, to_vec, with_slice};
 
 /// Rows and columns of zeros around an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -29,97 +34,225 @@ impl Padding {
     }
 }
 
-/// The parameters of a 2-D convolution.
+/// The parameters of a 2-D convolution, packed for the CPU: as many bytes as in the file, rounded up to 16 outputs.
 #[derive(Clone, Debug)]
 pub struct Conv2d {
-    weight: Tensor,
-    bias: Option<Tensor>,
+    packed: Packed,
+    kernel: (usize, usize),
+    in_channels: usize,
     stride: usize,
     padding: Padding,
 }
 
 impl Conv2d {
-    /// From `weight` `[Cout, Cin, kh, kw]` as in weight files and `bias` `[Cout]`.
+    /// From `weight` `[Cout, Cin, kh, kw]` as in weight files and `bias` `[Cout]`. The weight is read once and not kept.
     ///
     /// # Errors
     /// If the shapes do not fit each other or `stride` is zero.
     pub fn new(weight: Tensor, bias: Option<Tensor>, stride: usize, padding: Padding) -> Result<Self> {
-        let (n, _, _, _) = weight.dims4()?;
-        if let Some(b) = &bias
-            && b.dims() != [n]
-        {
-            bail!("conv2d: bias {:?} does not fit weight {:?}", b.shape(), weight.shape());
-        }
+        let (n, in_channels, kh, kw) = weight.dims4()?;
         if stride == 0 {
             bail!("conv2d: stride must be at least 1, got 0");
         }
-        Ok(Self { weight, bias, stride, padding })
+        let packed = with_slice(&weight, |w| Packed::new(w, bias.as_ref(), n, kh * kw, in_channels))?;
+        Ok(Self { packed, kernel: (kh, kw), in_channels, stride, padding })
     }
 
     /// Channels of the input.
     pub fn in_channels(&self) -> usize {
-        self.weight.dims()[1]
+        self.in_channels
     }
 
     /// Channels of the output.
     pub fn out_channels(&self) -> usize {
-        self.weight.dims()[0]
+        self.packed.n()
     }
 
     /// Bytes that the parameters hold.
     pub fn bytes(&self) -> usize {
-        4 * (self.weight.elem_count() + self.bias.as_ref().map_or(0, |b| b.elem_count()))
+        self.packed.bytes()
     }
 }
 
 /// The convolution of `x` `[N, H, W, Cin]`, giving `[N, H', W', Cout]`, `H' = (H + top + bottom − kh) / stride + 1`.
 ///
+/// Working set: 13 KiB a thread for a 3×3 kernel; a copy of `x` if it is not contiguous.
+///
 /// # Errors
 /// If shapes do not fit or the image is smaller than the kernel.
 pub fn conv2d(x: &Tensor, conv: &Conv2d) -> Result<Tensor> {
-    let p = conv.padding;
-    let x = nhwc_to_nchw(x)?.pad_with_zeros(2, p.top, p.bottom)?.pad_with_zeros(3, p.left, p.right)?;
-    let mut y = nchw_to_nhwc(&x.conv2d(&conv.weight, 0, conv.stride, 1, 1)?)?;
-    if let Some(b) = &conv.bias {
-        y = y.broadcast_add(b)?;
-    }
-    Ok(y)
+    run(x, conv, Epilogue::default())
 }
 
 /// `conv2d(x, conv) + residual`; `residual` has the shape of the result.
 ///
+/// Working set: as [`conv2d`].
+///
 /// # Errors
 /// As [`conv2d`], and if the residual's shape differs.
 pub fn conv2d_add(x: &Tensor, conv: &Conv2d, residual: &Tensor) -> Result<Tensor> {
-    conv2d(x, conv)? + residual
+    with_slice(residual, |r| run(x, conv, Epilogue { act: Activation::None, residual: Some(r) }))
+}
+
+fn run(x: &Tensor, conv: &Conv2d, epilogue: Epilogue<'_>) -> Result<Tensor> {
+    let (n, h, w, c) = x.dims4()?;
+    let (p, (kh, kw)) = (conv.padding, conv.kernel);
+    if c != conv.in_channels {
+        bail!("conv2d: image {:?} has {c} channels, the weight {}", x.shape(), conv.in_channels);
+    }
+    if h + p.top + p.bottom < kh || w + p.left + p.right < kw {
+        bail!("conv2d: image {:?} with {p:?} is smaller than the kernel {kh}×{kw}", x.shape());
+    }
+    let (oh, ow) = ((h + p.top + p.bottom - kh) / conv.stride + 1, (w + p.left + p.right - kw) / conv.stride + 1);
+    with_slice(x, |data| {
+        let zeros = vec![0f32; c];
+        let window = Window {
+            image: data,
+            size: (h, w, c),
+            out: (oh, ow),
+            kernel: conv.kernel,
+            stride: conv.stride,
+            shift: (p.top, p.left),
+            zeros: &zeros,
+        };
+        product_tensor(&window, n * oh * ow, &conv.packed, epilogue, vec![n, oh, ow, conv.out_channels()])
+    })
+}
+
+/// The pixels under the kernel, for each pixel of the result.
+struct Window<'a> {
+    image: &'a [f32],
+    size: (usize, usize, usize),
+    out: (usize, usize),
+    kernel: (usize, usize),
+    stride: usize,
+    /// Rows and columns of padding before the image.
+    shift: (usize, usize),
+    /// One pixel of padding.
+    zeros: &'a [f32],
+}
+
+// SAFETY: addresses are those of whole pixels of `image` (rows and columns are compared with its size, and its length
+// with the size of as many images as the output has), or of `zeros`, which has as many elements as a pixel.
+unsafe impl Rows for Window<'_> {
+    fn taps(&self) -> usize {
+        self.kernel.0 * self.kernel.1
+    }
+
+    fn depth(&self) -> usize {
+        self.size.2
+    }
+
+    fn locate(&self, row: usize, to: &mut [*const f32], step: usize) {
+        let ((h, w, c), (oh, ow)) = (self.size, self.out);
+        let (n, y, x) = (row / ow / oh, row / ow % oh, row % ow);
+        assert!((n + 1) * h * w * c <= self.image.len(), "row {row} is beyond the last image");
+        let mut to = to.iter_mut().step_by(step);
+        for ky in 0..self.kernel.0 {
+            // Underflow wraps to a large number, which is as far outside as it should be.
+            let iy = (y * self.stride + ky).wrapping_sub(self.shift.0);
+            let line = self.image.as_ptr().wrapping_add((n * h).wrapping_add(iy).wrapping_mul(w * c));
+            for kx in 0..self.kernel.1 {
+                let ix = (x * self.stride + kx).wrapping_sub(self.shift.1);
+                let pixel = line.wrapping_add(ix.wrapping_mul(c));
+                let inside = iy < h && ix < w;
+                if let Some(to) = to.next() {
+                    *to = if inside { pixel } else { self.zeros.as_ptr() };
+                }
+            }
+        }
+    }
 }
 
 /// The parameters of a 3×3 convolution with padding 1 that follows a nearest-neighbour upsampling by two.
+///
+/// Each of the four parities of an output pixel sees 2×2 pixels of the small image, some of them through several taps.
+/// Those taps are added up once, here: 16/9 of the file's bytes, but 4/9 of the multiplications.
 #[derive(Clone, Debug)]
-pub struct UpsampleConv2d(Conv2d);
+pub struct UpsampleConv2d {
+    /// For even and odd rows, of those even and odd columns.
+    phases: [Packed; 4],
+    in_channels: usize,
+}
 
 impl UpsampleConv2d {
-    /// From `weight` `[Cout, Cin, 3, 3]` as in weight files and `bias` `[Cout]`.
+    /// From `weight` `[Cout, Cin, 3, 3]` as in weight files and `bias` `[Cout]`. The weight is read once and not kept.
     ///
     /// # Errors
     /// If the shapes do not fit each other.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
-        if weight.dims4()?.2 != 3 || weight.dims4()?.3 != 3 {
+        let (n, in_channels, kh, kw) = weight.dims4()?;
+        if (kh, kw) != (3, 3) {
             bail!("upsampling conv2d: the kernel must be 3×3, got weight {:?}", weight.shape());
         }
-        Conv2d::new(weight, bias, 1, Padding::uniform(1)).map(Self)
+        let weight = to_vec(&weight)?;
+        let phase = |py: usize, px: usize| {
+            // Even lines see taps {0} and {1, 2}, odd ones {0, 1} and {2}.
+            let side = |parity: usize, tap: usize| usize::from(tap + parity >= 1 + 2 * parity);
+            let mut sums = vec![0f32; n * in_channels * 4];
+            for (sums, taps) in sums.chunks_exact_mut(4).zip(weight.chunks_exact(9)) {
+                for (tap, &v) in taps.iter().enumerate() {
+                    sums[side(py, tap / 3) * 2 + side(px, tap % 3)] += v;
+                }
+            }
+            Packed::new(&sums, bias.as_ref(), n, 4, in_channels)
+        };
+        Ok(Self { phases: [phase(0, 0)?, phase(0, 1)?, phase(1, 0)?, phase(1, 1)?], in_channels })
+    }
+
+    /// Channels of the input.
+    pub fn in_channels(&self) -> usize {
+        self.in_channels
+    }
+
+    /// Channels of the output.
+    pub fn out_channels(&self) -> usize {
+        self.phases[0].n()
     }
 
     /// Bytes that the parameters hold.
     pub fn bytes(&self) -> usize {
-        self.0.bytes()
+        self.phases.iter().map(Packed::bytes).sum()
     }
 }
 
-/// Doubles height and width of `x` `[N, H, W, Cin]` (nearest), then convolves: `[N, 2H, 2W, Cout]`.
+/// Doubles height and width of `x` `[N, H, W, Cin]` (nearest), then convolves: `[N, 2H, 2W, Cout]`. Within rounding it
+/// equals [`super::upsample_nearest2x`] and [`conv2d`] with padding 1, at less than half the work.
+///
+/// Working set: as [`conv2d`].
 ///
 /// # Errors
 /// If shapes do not fit.
 pub fn conv2d_upsampled(x: &Tensor, conv: &UpsampleConv2d) -> Result<Tensor> {
-    conv2d(&upsample_nearest2x(x)?, &conv.0)
+    let (n, h, w, c) = x.dims4()?;
+    if c != conv.in_channels {
+        bail!("upsampling conv2d: image {:?} has {c} channels, the weight {}", x.shape(), conv.in_channels);
+    }
+    let cout = conv.out_channels();
+    with_slice(x, |data| {
+        let zeros = vec![0f32; c];
+        let mut out = Output::new(n * h * w * 4 * cout);
+        let shared = out.shared();
+        for (phase, packed) in conv.phases.iter().enumerate() {
+            let (py, px) = (phase / 2, phase % 2);
+            let window = Window {
+                image: data,
+                size: (h, w, c),
+                out: (h, w),
+                kernel: (2, 2),
+                stride: 1,
+                shift: (1 - py, 1 - px),
+                zeros: &zeros,
+            };
+            let place = |row: usize| {
+                let (line, x) = (row / w, row % w);
+                ((2 * line + py) * 2 * w + 2 * x + px) * cout
+            };
+            // SAFETY: the four phases and their rows are disjoint pixels of the output: `line` counts the lines of all
+            // images, `2 · line + py < n · 2h` and `2x + px < 2w`.
+            unsafe { product(&window, n * h * w, packed, Epilogue::default(), shared, &place)? };
+        }
+        // SAFETY: together the phases are all pixels.
+        unsafe { out.finish((n, 2 * h, 2 * w, cout)) }
+    })
 }

@@ -11,10 +11,13 @@
 mod attention;
 mod conv;
 mod embedding;
+mod kernel;
 mod layout;
 mod linear;
 mod norm;
 mod pointwise;
+mod product;
+mod simd;
 mod tensor;
 mod threads;
 
@@ -26,3 +29,6 @@ pub use linear::{Linear, linear, linear_add};
 pub use norm::{group_norm, layer_norm, rms_norm};
 pub use pointwise::{Activation, activate, add, geglu, silu};
 pub use threads::{install, set_threads, threads};
+
+#[cfg(test)]
+mod tests;

@@ -3,6 +3,7 @@
 use std::sync::{Arc, RwLock};
 
 use candle_core::{Error, Result};
+use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 static POOL: RwLock<Option<Arc<ThreadPool>>> = RwLock::new(None);
@@ -44,19 +45,38 @@ pub fn set_threads(n: usize) -> Result<()> {
     Ok(())
 }
 
-/// How many threads operations use.
+/// How many threads operations use here: those of the pool that the caller runs on, else of the one set last.
 ///
 /// # Errors
 /// If the pool cannot be started.
 pub fn threads() -> Result<usize> {
-    Ok(pool()?.current_num_threads())
+    match rayon::current_thread_index() {
+        Some(_) => Ok(rayon::current_num_threads()),
+        None => Ok(pool()?.current_num_threads()),
+    }
 }
 
 /// Runs `f` on a thread of the pool. Operations called in `f` start at once, without waking the pool first: run a whole
-/// stage this way, it saves some microseconds per operation. Never blocks on I/O in `f`.
+/// stage this way, it saves some microseconds per operation. Do not block on I/O in `f`.
 ///
 /// # Errors
 /// If the pool cannot be started.
 pub fn install<R: Send>(f: impl FnOnce() -> R + Send) -> Result<R> {
-    Ok(pool()?.install(f))
+    match rayon::current_thread_index() {
+        Some(_) => Ok(f()),
+        None => Ok(pool()?.install(f)),
+    }
+}
+
+/// Below this much work, in units of about a nanosecond, waking another thread costs more than it saves.
+const WORTH_WAKING: usize = 20_000;
+
+/// Runs `f(0) .. f(n − 1)`, in any order and on any threads. `cost` is the whole work's rough time on one thread in
+/// nanoseconds.
+pub(super) fn parallel(n: usize, cost: usize, f: impl Fn(usize) + Sync + Send) -> Result<()> {
+    if n <= 1 || cost < WORTH_WAKING || threads()? == 1 {
+        (0..n).for_each(f);
+        return Ok(());
+    }
+    install(|| (0..n).into_par_iter().with_max_len(1).for_each(f))
 }
