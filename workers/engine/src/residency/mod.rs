@@ -1,0 +1,18 @@
+//! Models as lists of segments, and the one executor that runs them.
+//!
+//! A model is a prelude, blocks and an epilogue. Each [`Segment`] *declares* its layers ([`Declarations`]) and runs on the
+//! state that flows through, looking its parameters up in the [`Bindings`] that it is handed: it owns none. So a block can
+//! be bound, dropped and bound again between two runs without the model noticing, and what binds it decides where the
+//! numbers come from (a mapped file now; a slot of a ring, quantised data or an adapter's product by the same way).
+
+mod bindings;
+mod declare;
+mod executor;
+mod flow;
+mod segment;
+
+pub use bindings::{Bindings, ParameterSource};
+pub use declare::{ConvId, ConvShape, Declarations, LayerSpec, LinearId, NormId, Parameter, Role, TableId, UpsampleId};
+pub use executor::{Executor, ExecutorError, LoadEvent, Residency, RunStats};
+pub use flow::Flow;
+pub use segment::{Observer, Segment, SegmentEvent, Uninterrupted};
