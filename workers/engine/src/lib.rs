@@ -1,3 +1,11 @@
-//! Placeholder.
+//! The engine: weight files, networks as lists of segments, samplers, and the operations under them.
+//!
+//! It knows tensors and files, no protocol and no process. A worker loads one stage of one model through [`models`],
+//! describes a folder through [`inspect`], and samples through [`sampling`].
+#![deny(unsafe_code)]
+
+pub mod formats;
+pub mod models;
 pub mod ops;
+pub mod residency;
 pub mod sampling;
