@@ -6,6 +6,8 @@
 
 pub mod formats;
 pub mod models;
+// Kernels: every use of unsafe there has its reason beside it.
+#[allow(unsafe_code)]
 pub mod ops;
 pub mod residency;
 pub mod sampling;
