@@ -199,9 +199,11 @@ pub(super) fn fractional_grid(settings: &Settings, levels: &NoiseLevels, n: usiz
         sigmas = curve(settings, sigmas[0], sigmas[sigmas.len() - 1], n);
         timesteps = single(sigmas.iter().map(|&sigma| timestep_of(sigma, &training)).collect());
     }
-    sigmas.truncate(n);
-    let least = settings.kind == SamplerKind::Euler && settings.final_sigma == FinalSigma::SigmaMin;
-    sigmas.push(if least { f64::from(training[0]) } else { 0.0 });
+    // diffusers appends a level after the log-linear ones too, which no step reaches.
+    if sigmas.len() == n {
+        let least = settings.kind == SamplerKind::Euler && settings.final_sigma == FinalSigma::SigmaMin;
+        sigmas.push(if least { f64::from(training[0]) } else { 0.0 });
+    }
     let sigmas = single(sigmas);
     if settings.continuous
         && settings.kind == SamplerKind::Euler
