@@ -1,0 +1,49 @@
+//! The programs under test, built once in the profile of the test itself.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// Paths of the programs.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    /// The daemon.
+    pub sdd: PathBuf,
+    /// The worker.
+    pub sd_worker: PathBuf,
+    /// The client.
+    pub sdctl: PathBuf,
+}
+
+/// The programs, built if they are not up to date. `cargo test` builds the tests of this crate and not the binaries of
+/// others, so this asks cargo, which holds no lock while tests run; up to date it costs a fraction of a second.
+pub fn programs() -> &'static Programs {
+    static PROGRAMS: OnceLock<Programs> = OnceLock::new();
+    PROGRAMS.get_or_init(|| {
+        let exe = std::env::current_exe().expect("the test's own path");
+        // target/PROFILE/deps/test-HASH
+        let folder = exe.ancestors().nth(2).expect("tests lie two folders below the profile's").to_path_buf();
+        let profile = match folder.file_name().and_then(|name| name.to_str()) {
+            Some("debug") => "dev",
+            Some(other) => other,
+            None => "dev",
+        };
+        let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+            .args(["build", "--quiet", "--bins", "-p", "sdd", "-p", "sd-worker", "-p", "sd-client", "--profile", profile])
+            .current_dir(repository())
+            .env("CARGO_TARGET_DIR", folder.parent().expect("the target folder"))
+            .status()
+            .expect("cargo runs");
+        assert!(status.success(), "the programs do not build");
+        Programs {
+            sdd: folder.join("sdd"),
+            sd_worker: folder.join("sd-worker"),
+            sdctl: folder.join("sdctl"),
+        }
+    })
+}
+
+/// The repository's root.
+pub fn repository() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate lies one folder below the root")
+}
