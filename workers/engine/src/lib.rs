@@ -11,3 +11,5 @@ pub mod models;
 pub mod ops;
 pub mod residency;
 pub mod sampling;
+#[cfg(feature = "testkit")]
+pub mod testkit;
