@@ -6,6 +6,8 @@
 //!
 //! It never opens a device, parses a weight file or runs a model.
 
+pub mod arena;
+pub mod clock;
 pub mod ids;
 pub mod residency;
 pub mod workers;

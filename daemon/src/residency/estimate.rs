@@ -1,0 +1,1 @@
+//! How many bytes a stage task will need on its device.

@@ -1,0 +1,30 @@
+//! Leases of device memory: who may hold how many bytes, and when bytes count as free again.
+//!
+//! * [`Residency`]: the handle that jobs and workers use; one owner task behind it holds one [`Ledger`] per device.
+//! * [`Ledger`]: the pure state machine, `(state, event, now) -> effects`.
+//! * [`policy`]: what to take back when somebody needs room.
+//! * [`invariants`]: what must hold after every event (R1 to R7), checked by tests and by debug builds.
+//! * [`device`]: how bytes are measured, and what a device has.
+//! * [`estimate`]: how many bytes a stage task will need.
+//!
+//! A stage task in short: [`Residency::request`] a vector for an incarnation (new or warm) and wait for [`Granted`]; start the
+//! process if it is new; take the [`ComputeToken`]; run; drop the token, then [`Granted`]. The process stays warm with all
+//! its leases until somebody needs the bytes.
+
+pub mod device;
+pub mod estimate;
+mod handle;
+pub mod invariants;
+mod lease;
+mod ledger;
+pub mod policy;
+mod service;
+mod view;
+
+pub use self::device::{Budget, DeviceConfig, DeviceProbe};
+pub use self::handle::{Afterwards, ComputeToken, Granted, Holders, Residency};
+pub use self::lease::{
+    Bytes, GrantedLease, Incarnation, LeaseId, LeaseKill, LeasePart, LeaseVector, Proof, Purpose, Refusal, RequestId,
+};
+pub use self::ledger::{Decision, DecisionKind, Effect, Event, Ledger, Rules};
+pub use self::view::{DeviceSnapshot, HolderView, LeaseView, LifeView, WaiterView};

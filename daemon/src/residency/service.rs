@@ -1,0 +1,307 @@
+//! The owner task: one for all devices, so that every decision about bytes is made in one place, one after the other.
+
+use std::collections::{BTreeMap, HashMap};
+use std::future::pending;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tokio::sync::{broadcast, mpsc, oneshot};
+use tracing::{debug, info, warn};
+
+use super::device::DeviceConfig;
+use super::handle::{Afterwards, ComputeToken, Granted, Holders, OnRelease};
+use super::lease::{Incarnation, LeaseId, LeaseVector, Purpose, Refusal, RequestId};
+use super::ledger::{Decision, DecisionKind, Effect, Event, Ledger};
+use super::view::DeviceSnapshot;
+use crate::arena::Arena;
+use crate::clock::{Clock, Moment};
+use crate::ids::{DeviceId, JobId};
+
+/// What the handle asks of the owner task.
+pub(super) enum Command {
+    SetHolders(Arc<dyn Holders>),
+    Request { id: RequestId, vector: LeaseVector, reply: oneshot::Sender<Result<Granted, Refusal>> },
+    Withdraw { device: DeviceId, id: RequestId },
+    Release { device: DeviceId, id: RequestId, afterwards: Afterwards },
+    Compute { device: DeviceId, id: RequestId, job: JobId, reply: oneshot::Sender<Result<ComputeToken, Refusal>> },
+    ComputeEnded { device: DeviceId, id: RequestId },
+    Spawned { incarnation: Incarnation, pid: u32 },
+    Attached { incarnation: Incarnation, reply: oneshot::Sender<()> },
+    Lost { incarnation: Incarnation },
+    Reaped { incarnation: Incarnation },
+    Pulse { incarnation: Incarnation, device_bytes: u64, peak_bytes: u64 },
+    Returned { incarnation: Incarnation, lease: LeaseId, bytes: u64 },
+    Extend { incarnation: Incarnation, request_id: u64, purpose: Purpose, min: u64, want: u64 },
+    Retire { incarnation: Incarnation },
+    Snapshot { reply: oneshot::Sender<Vec<DeviceSnapshot>> },
+}
+
+/// A number that no other request of this process has.
+pub(super) fn next_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+struct Device {
+    config: DeviceConfig,
+    ledger: Ledger,
+}
+
+struct Owner {
+    devices: BTreeMap<DeviceId, Device>,
+    arena: Arena,
+    clock: Arc<dyn Clock>,
+    holders: Option<Arc<dyn Holders>>,
+    commands: mpsc::WeakUnboundedSender<Command>,
+    decisions: broadcast::Sender<Decision>,
+    /// Where each process holds leases or is waited for.
+    places: HashMap<Incarnation, DeviceId>,
+    pids: HashMap<Incarnation, u32>,
+    granting: HashMap<RequestId, oneshot::Sender<Result<Granted, Refusal>>>,
+    computing: HashMap<RequestId, oneshot::Sender<Result<ComputeToken, Refusal>>>,
+}
+
+/// Runs until every handle is gone.
+pub(super) async fn run(
+    devices: Vec<DeviceConfig>,
+    arena: Arena,
+    clock: Arc<dyn Clock>,
+    mut inbox: mpsc::UnboundedReceiver<Command>,
+    commands: mpsc::WeakUnboundedSender<Command>,
+    decisions: broadcast::Sender<Decision>,
+) {
+    let with_ledger = |(number, config): (usize, DeviceConfig)| {
+        // Ranges of 2^40 leases: disjoint for every device, and short in print for the first one.
+        let first_lease = ((number as u64) << 40) + 1;
+        let ledger = Ledger::new(config.id.clone(), config.budget, config.rules, first_lease);
+        (config.id.clone(), Device { config, ledger })
+    };
+    let mut owner = Owner {
+        devices: devices.into_iter().enumerate().map(with_ledger).collect(),
+        arena: arena.clone(),
+        clock: clock.clone(),
+        holders: None,
+        commands,
+        decisions,
+        places: HashMap::new(),
+        pids: HashMap::new(),
+        granting: HashMap::new(),
+        computing: HashMap::new(),
+    };
+    loop {
+        let wake = owner.devices.values().filter_map(|device| device.ledger.next_wake()).min();
+        tokio::select! {
+            // Commands first: a return that arrived before its deadline is seen before the deadline.
+            biased;
+            command = inbox.recv() => match command {
+                Some(command) => owner.handle(command),
+                None => return,
+            },
+            () = arena.freed() => owner.tick(),
+            () = sleep(&*clock, wake) => owner.tick(),
+        }
+    }
+}
+
+async fn sleep(clock: &dyn Clock, until: Option<Moment>) {
+    match until {
+        Some(moment) => clock.sleep_until(moment).await,
+        None => pending().await,
+    }
+}
+
+impl Owner {
+    fn handle(&mut self, command: Command) {
+        match command {
+            Command::SetHolders(holders) => self.holders = Some(holders),
+            Command::Request { id, vector, reply } => self.request(id, vector, reply),
+            Command::Withdraw { device, id } => {
+                self.granting.remove(&id);
+                self.step(&device, Event::Withdraw { id });
+            }
+            Command::Release { device, id, afterwards } => self.step(&device, Event::Release { id, afterwards }),
+            Command::Compute { device, id, job, reply } => {
+                if self.devices.contains_key(&device) {
+                    self.computing.insert(id, reply);
+                    self.step(&device, Event::TokenRequest { id, job });
+                } else {
+                    let _ = reply.send(Err(self.no_device(device)));
+                }
+            }
+            Command::ComputeEnded { device, id } => {
+                self.computing.remove(&id);
+                self.step(&device, Event::TokenEnded { id });
+            }
+            Command::Spawned { incarnation, pid } => {
+                self.pids.insert(incarnation, pid);
+                if self.places.contains_key(&incarnation) {
+                    self.step_of(incarnation, Event::Spawned { incarnation });
+                } else if let Some(holders) = &self.holders {
+                    // Its request was withdrawn while it was being started.
+                    holders.kill(incarnation, super::lease::LeaseKill::NoLease);
+                }
+            }
+            Command::Attached { incarnation, reply } => {
+                self.step_of(incarnation, Event::Attached { incarnation });
+                let _ = reply.send(());
+            }
+            Command::Lost { incarnation } => self.step_of(incarnation, Event::Lost { incarnation }),
+            Command::Reaped { incarnation } => {
+                self.step_of(incarnation, Event::Reaped { incarnation });
+                // On a device where that proves nothing the pid is still needed to measure.
+                if !self.places.contains_key(&incarnation) {
+                    self.pids.remove(&incarnation);
+                }
+            }
+            Command::Pulse { incarnation, device_bytes, peak_bytes } => {
+                debug!(incarnation, device_bytes, peak_bytes, "pulse");
+                self.step_of(incarnation, Event::Pulse { incarnation, bytes: device_bytes });
+            }
+            Command::Returned { incarnation, lease, bytes } => {
+                self.step_of(incarnation, Event::Returned { incarnation, lease, bytes });
+            }
+            Command::Extend { incarnation, request_id, purpose, min, want } => {
+                self.step_of(incarnation, Event::Extend { incarnation, request_id, purpose, min, want });
+            }
+            Command::Retire { incarnation } => self.step_of(incarnation, Event::Retire { incarnation }),
+            Command::Snapshot { reply } => {
+                let _ = reply.send(self.snapshot());
+            }
+        }
+    }
+
+    fn no_device(&self, device: DeviceId) -> Refusal {
+        let known: Vec<&str> = self.devices.keys().map(DeviceId::as_str).collect();
+        Refusal::NoDevice { device, known: known.join(", ") }
+    }
+
+    fn request(&mut self, id: RequestId, vector: LeaseVector, reply: oneshot::Sender<Result<Granted, Refusal>>) {
+        let device = vector.device.clone();
+        if !self.devices.contains_key(&device) {
+            let _ = reply.send(Err(self.no_device(device)));
+            return;
+        }
+        self.granting.insert(id, reply);
+        self.places.insert(vector.incarnation, device.clone());
+        self.step(&device, Event::Request { id, vector });
+    }
+
+    /// A step of the device where a process holds leases; nothing where it holds none.
+    fn step_of(&mut self, incarnation: Incarnation, event: Event) {
+        if let Some(device) = self.places.get(&incarnation).cloned() {
+            self.step(&device, event);
+        }
+    }
+
+    fn tick(&mut self) {
+        for device in self.devices.keys().cloned().collect::<Vec<_>>() {
+            self.step(&device, Event::Tick);
+        }
+    }
+
+    /// One step of a device's ledger, its effects carried out, and the steps that those lead to.
+    fn step(&mut self, device: &DeviceId, event: Event) {
+        let mut events = std::collections::VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            let now = self.clock.now();
+            let Some(Device { ledger, .. }) = self.devices.get_mut(device) else { return };
+            // The account is held for the step alone, so that a grant takes its shared memory in the same moment.
+            let effects = ledger.step(event, now, &mut self.arena.pool());
+            for effect in effects {
+                events.extend(self.carry_out(device, effect));
+            }
+        }
+        let Some(Device { ledger, .. }) = self.devices.get(device) else { return };
+        let (pids, places) = (&mut self.pids, &mut self.places);
+        places.retain(|incarnation, place| {
+            let known = place != device || ledger.knows(*incarnation);
+            if !known {
+                pids.remove(incarnation);
+            }
+            known
+        });
+    }
+
+    /// Carries an effect out; a measurement leads to another event.
+    fn carry_out(&mut self, device: &DeviceId, effect: Effect) -> Option<Event> {
+        match effect {
+            Effect::Granted { id, incarnation, leases, waited, shared_memory } => {
+                let commands = self.commands.clone();
+                let release = OnRelease { commands, device: device.clone(), id, afterwards: Afterwards::Keep };
+                let shared_memory = self.arena.promise(shared_memory);
+                let granted = Granted::new(incarnation, leases, waited, shared_memory, release);
+                match self.granting.remove(&id) {
+                    // Who no longer waits drops it, and so releases it.
+                    Some(reply) => drop(reply.send(Ok(granted))),
+                    None => drop(granted),
+                }
+            }
+            Effect::Refused { id, refusal } => {
+                if let Some(reply) = self.granting.remove(&id) {
+                    let _ = reply.send(Err(refusal));
+                }
+            }
+            Effect::TokenGranted { id } => {
+                let token = ComputeToken { commands: self.commands.clone(), device: device.clone(), id };
+                match self.computing.remove(&id) {
+                    Some(reply) => drop(reply.send(Ok(token))),
+                    None => drop(token),
+                }
+            }
+            Effect::Measure { incarnation } => return self.measure(device, incarnation),
+            Effect::Decided(decision) => self.tell(decision),
+            Effect::Grant { incarnation, lease, request_id } => {
+                let term = self.devices.get(device)?.config.rules.term;
+                self.holders.as_ref()?.grant(incarnation, lease, request_id, term);
+            }
+            Effect::Revise { incarnation, lease, to, deadline } => {
+                self.holders.as_ref()?.revise(incarnation, lease, to, deadline);
+            }
+            Effect::Retire { incarnation } => self.holders.as_ref()?.retire(incarnation),
+            Effect::Kill { incarnation, cause } => self.holders.as_ref()?.kill(incarnation, cause),
+            Effect::Proven { incarnation, lease, bytes, proof } => {
+                self.holders.as_ref()?.proof(incarnation, lease, bytes, proof);
+            }
+        }
+        None
+    }
+
+    fn measure(&self, device: &DeviceId, incarnation: Incarnation) -> Option<Event> {
+        let pid = *self.pids.get(&incarnation)?;
+        match self.devices.get(device)?.config.probe.process_bytes(pid) {
+            Ok(bytes) => Some(Event::Measured { incarnation, bytes }),
+            Err(error) => {
+                // Proves nothing: the ledger asks again, and the bytes stay charged.
+                warn!(incarnation, pid, %device, %error, "cannot measure a process");
+                None
+            }
+        }
+    }
+
+    fn tell(&self, decision: Decision) {
+        let (device, incarnation) = (&decision.device, decision.incarnation);
+        let job = decision.job.as_ref().map(JobId::as_str);
+        match decision.kind {
+            DecisionKind::Degraded { .. } | DecisionKind::Killed(_) | DecisionKind::Overdraft { .. } => {
+                warn!(%device, incarnation, job, "{decision}");
+            }
+            DecisionKind::Refused(_)
+            | DecisionKind::TakesBack { .. }
+            | DecisionKind::Capacity { .. }
+            | DecisionKind::Recovered => info!(%device, incarnation, job, "{decision}"),
+            DecisionKind::WaitsForBytes { .. }
+            | DecisionKind::WaitsForSharedMemory { .. }
+            | DecisionKind::WaitsForProcess
+            | DecisionKind::Granted { .. }
+            | DecisionKind::Proven { .. } => debug!(%device, incarnation, job, "{decision}"),
+        }
+        // Nobody has to listen.
+        let _ = self.decisions.send(decision);
+    }
+
+    fn snapshot(&self) -> Vec<DeviceSnapshot> {
+        let now = self.clock.now();
+        let view = |device: &Device| device.ledger.snapshot(&device.config.name, device.config.total, now);
+        self.devices.values().map(view).collect()
+    }
+}
