@@ -3,11 +3,18 @@
 //! * [`config`]: file, environment and flags, checked into one value; [`cli`]: the command line; [`logging`].
 //! * [`daemon`]: assembly of everything below, and the bounded shutdown.
 //! * [`workers`]: worker processes, their link and their ends.
+//! * [`api`]: the public services; [`jobs`]: admission, queue, state and events; [`stages`]: what a job runs, and how a stage
+//!   is brought to a worker; [`models`]: names, folders, descriptions; [`picture`]: the PNG file.
 //!
 //! It never opens a device, parses a weight file or runs a model.
 
+pub mod api;
 pub mod arena;
 pub mod clock;
 pub mod ids;
+pub mod jobs;
+pub mod models;
+pub mod picture;
 pub mod residency;
+pub mod stages;
 pub mod workers;

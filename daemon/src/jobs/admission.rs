@@ -1,0 +1,429 @@
+//! Admission: a request is checked in full, with every fault named, and completed, before it becomes a job.
+
+use std::sync::Arc;
+
+use sd_proto::v1::{Emphasis, ImageRequest, NumericPlan, Sampler, Schedule, Stage};
+
+use super::limits::Limits;
+use super::request::{Admitted, ImageFile, InitialImage, sampler_of_name};
+use crate::models::{Model, ModelError, ModelRef, Registry};
+use crate::residency::Bytes;
+use crate::stages::plan::Grouping;
+
+/// Highest guidance scale; more is a slip of the finger.
+const MAX_GUIDANCE: f64 = 100.0;
+const DEFAULT_STRENGTH: f64 = 0.8;
+const DEFAULT_STRENGTH_WITH_MASK: f64 = 1.0;
+
+/// A field of the request that cannot be accepted, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Violation {
+    /// The field, as the contract names it.
+    pub field: &'static str,
+    /// Value, limit and remedy.
+    pub description: String,
+}
+
+/// Why a request is not admitted.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum AdmissionError {
+    /// Fields are wrong; all that are, at once.
+    #[error("{}", .0.iter().map(|v| format!("{}: {}", v.field, v.description)).collect::<Vec<_>>().join("; "))]
+    Invalid(Vec<Violation>),
+    /// No such model, or one that cannot be used.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// Paths are taken only from the daemon's own user over its Unix socket.
+    #[error(
+        "model {0:?} is a path: paths are taken only from the daemon's own user over its unix socket, others name a \
+         registered model"
+    )]
+    PathNotAllowed(String),
+    /// A stage would need more than the device's whole budget.
+    #[error("{0}")]
+    DoesNotFit(Box<DoesNotFit>),
+}
+
+/// A size that is too large for the budget, with the numbers.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{width} × {height} does not fit: stage {} needs {} ({breakdown}), but {} may be used on device {device}: {}",
+    stage_title(*stage), Bytes(*need), Bytes(*limit), remedy(*largest)
+)]
+pub struct DoesNotFit {
+    /// Pixels asked for.
+    pub width: u32,
+    /// Pixels asked for.
+    pub height: u32,
+    /// The stage with the largest need.
+    pub stage: Stage,
+    /// Bytes that it needs.
+    pub need: u64,
+    /// Bytes that may be used.
+    pub limit: u64,
+    /// What the need is made of.
+    pub breakdown: String,
+    /// Where.
+    pub device: String,
+    /// The largest size of this shape that fits, if any does.
+    pub largest: Option<(u32, u32)>,
+}
+
+fn remedy(largest: Option<(u32, u32)>) -> String {
+    match largest {
+        Some((width, height)) => {
+            format!("the largest size of this shape that fits is {width} × {height}; or raise the device's budget")
+        }
+        None => "no size fits, raise the device's budget".into(),
+    }
+}
+
+fn stage_title(stage: Stage) -> &'static str {
+    match stage {
+        Stage::Unspecified => "?",
+        Stage::Encode => "encode",
+        Stage::VaeEncode => "vae encode",
+        Stage::Denoise => "denoise",
+        Stage::Decode => "decode",
+    }
+}
+
+/// What one stage of a request needs on its device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StageNeed {
+    /// The stage.
+    pub stage: Stage,
+    /// Context and weights.
+    pub fixed: u64,
+    /// Activations and workspaces.
+    pub working_set: u64,
+}
+
+impl StageNeed {
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.fixed.saturating_add(self.working_set)
+    }
+}
+
+/// Says what requests need and what there is. Depends on configuration alone, never on what is free at the moment.
+pub trait Fits: Send + Sync + 'static {
+    /// What each stage of a request needs; one entry a process.
+    fn needs(&self, request: &Admitted) -> Vec<StageNeed>;
+    /// Bytes that leases of the device may hold together.
+    fn budget(&self) -> u64;
+    /// The device's id.
+    fn device(&self) -> String;
+    /// The numeric choices for a model's requests.
+    fn numeric_plan(&self, model: &Model) -> NumericPlan;
+}
+
+/// Who asks, as far as admission cares.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Asker {
+    /// The daemon's own user over its Unix socket.
+    pub may_name_paths: bool,
+}
+
+/// Admits requests. Cheap to clone.
+#[derive(Clone)]
+pub struct Admission {
+    registry: Registry,
+    limits: Arc<Limits>,
+    fits: Arc<dyn Fits>,
+}
+
+impl std::fmt::Debug for Admission {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Admission").field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+impl Admission {
+    /// Admission by these limits, to these models, within this budget.
+    pub fn new(registry: Registry, limits: Limits, fits: Arc<dyn Fits>) -> Self {
+        Self { registry, limits: Arc::new(limits), fits }
+    }
+
+    /// Which models there are.
+    pub fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    /// The model that a request names, if this asker may name it.
+    ///
+    /// # Errors
+    /// [`AdmissionError::PathNotAllowed`], [`AdmissionError::Model`].
+    pub async fn model(&self, name: &str, asker: Asker) -> Result<Arc<Model>, AdmissionError> {
+        let reference = ModelRef::parse(name);
+        if matches!(reference, ModelRef::Path(_)) && !asker.may_name_paths {
+            return Err(AdmissionError::PathNotAllowed(name.into()));
+        }
+        Ok(self.registry.resolve(&reference).await?)
+    }
+
+    /// Checks and completes a request, and says in which order its images are to be made.
+    ///
+    /// # Errors
+    /// See [`AdmissionError`].
+    pub async fn admit(&self, request: ImageRequest, asker: Asker) -> Result<(Admitted, Grouping), AdmissionError> {
+        let model = self.model(&request.model, asker).await?;
+        let plan = self.fits.numeric_plan(&model);
+        let seed = request.seed.unwrap_or_else(draw_seed);
+        let admitted = complete(request, model, plan, seed, &self.limits).map_err(AdmissionError::Invalid)?;
+        let grouping = self.check_fit(&admitted).map_err(|error| AdmissionError::DoesNotFit(Box::new(error)))?;
+        Ok((admitted, grouping))
+    }
+
+    fn check_fit(&self, request: &Admitted) -> Result<Grouping, DoesNotFit> {
+        let limit = self.fits.budget();
+        let needs = self.fits.needs(request);
+        let Some(worst) = needs.iter().max_by_key(|need| need.total()).copied() else { return Ok(Grouping::ByImage) };
+        if worst.total() <= limit {
+            // Every process stays with what it holds: image by image only where nothing need be moved for it.
+            let together = needs.iter().fold(0, |sum: u64, need| sum.saturating_add(need.total()));
+            return Ok(if together <= limit { Grouping::ByImage } else { Grouping::ByStage });
+        }
+        Err(DoesNotFit {
+            width: request.width,
+            height: request.height,
+            stage: worst.stage,
+            need: worst.total(),
+            limit,
+            breakdown: format!("context and weights {}, working set {}", Bytes(worst.fixed), Bytes(worst.working_set)),
+            device: self.fits.device(),
+            largest: self.largest(request),
+        })
+    }
+
+    /// The largest size of a request's shape that fits.
+    fn largest(&self, request: &Admitted) -> Option<(u32, u32)> {
+        let step = request.model.report.scale_factor();
+        let size = |steps: u32| {
+            let ratio = f64::from(request.height) / f64::from(request.width);
+            let height = (f64::from(steps) * ratio).round().max(1.0) as u32;
+            (steps * step, height * step)
+        };
+        let fits = |steps: u32| {
+            let (width, height) = size(steps);
+            let smaller = Admitted { width, height, ..request.clone() };
+            self.fits.needs(&smaller).iter().all(|need| need.total() <= self.fits.budget())
+        };
+        let (mut good, mut bad) = (0, request.width / step);
+        while bad - good > 1 {
+            let middle = good + (bad - good) / 2;
+            if fits(middle) {
+                good = middle;
+            } else {
+                bad = middle;
+            }
+        }
+        (good > 0).then(|| size(good))
+    }
+}
+
+/// A seed of 32 bits, as the web UIs draw them.
+fn draw_seed() -> u64 {
+    let mut bytes = [0u8; 4];
+    match getrandom::fill(&mut bytes) {
+        Ok(()) => u64::from(u32::from_le_bytes(bytes)),
+        Err(_) => std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| u64::from(since.subsec_nanos())),
+    }
+}
+
+/// Notes what is wrong with a request.
+#[derive(Default)]
+struct Faults(Vec<Violation>);
+
+impl Faults {
+    fn note(&mut self, field: &'static str, description: impl Into<String>) {
+        self.0.push(Violation { field, description: description.into() });
+    }
+
+    fn unless(&mut self, holds: bool, field: &'static str, description: impl FnOnce() -> String) {
+        if !holds {
+            self.note(field, description());
+        }
+    }
+}
+
+/// Fills in what a request leaves open and checks everything. Pure.
+///
+/// # Errors
+/// Every fault, not just the first.
+pub fn complete(
+    request: ImageRequest,
+    model: Arc<Model>,
+    plan: NumericPlan,
+    seed: u64,
+    limits: &Limits,
+) -> Result<Admitted, Vec<Violation>> {
+    let report = &model.report;
+    let mut faults = Faults::default();
+
+    prompt(&mut faults, "prompt", &request.prompt, limits);
+    faults.unless(!request.prompt.trim().is_empty(), "prompt", || "it is empty: say what to paint".into());
+    prompt(&mut faults, "negative_prompt", &request.negative_prompt, limits);
+    let step = report.scale_factor();
+    let width = size(&mut faults, "width", request.width, report.defaults.width, step, limits);
+    let height = size(&mut faults, "height", request.height, report.defaults.height, step, limits);
+
+    let steps = request.steps.unwrap_or(report.defaults.steps);
+    faults.unless((1..=limits.steps).contains(&steps), "steps", || {
+        format!("{steps} is out of range: ask for 1 to {}", limits.steps)
+    });
+    let count = request.count.max(1);
+    faults.unless(count <= limits.count, "count", || {
+        format!(
+            "{count} images are too many for one request: ask for at most {}, more by several requests",
+            limits.count
+        )
+    });
+    faults.unless(seed.checked_add(u64::from(count - 1)).is_some(), "seed", || {
+        format!("{seed} leaves no room for {count} images, whose seeds count up from it: choose a lower one")
+    });
+
+    let guidance_scale = request.guidance_scale.unwrap_or(report.defaults.guidance_scale);
+    number(&mut faults, "guidance_scale", guidance_scale, 0.0, MAX_GUIDANCE);
+    let eta = request.eta.unwrap_or(0.0);
+    number(&mut faults, "eta", eta, 0.0, 1.0);
+    let guidance_rescale = request.guidance_rescale.unwrap_or(0.0);
+    number(&mut faults, "guidance_rescale", guidance_rescale, 0.0, 1.0);
+
+    let mut sampler = named(&mut faults, "sampler", request.sampler, Sampler::try_from, "1 (DDIM) to 8 (UNIPC)");
+    if sampler == Sampler::Unspecified {
+        sampler = sampler_of_name(&report.defaults.sampler).unwrap_or_default();
+    }
+    let schedule =
+        named(&mut faults, "schedule", request.schedule, Schedule::try_from, "1 (LEADING) to 6 (SGM_UNIFORM)");
+    let emphasis = match named(&mut faults, "emphasis", request.emphasis, Emphasis::try_from, "1 (WEB_UI) or 2 (OFF)") {
+        Emphasis::Unspecified | Emphasis::WebUi => true,
+        Emphasis::Off => false,
+    };
+    faults.unless(request.clip_skip <= report.text.layers, "clip_skip", || {
+        format!("{} is more than the text encoder's {} layers", request.clip_skip, report.text.layers)
+    });
+
+    let initial = initial_image(&mut faults, &request, &model, steps, limits);
+    if !faults.0.is_empty() {
+        return Err(faults.0);
+    }
+    Ok(Admitted {
+        prompt: request.prompt,
+        negative_prompt: request.negative_prompt,
+        width,
+        height,
+        steps,
+        guidance_scale,
+        seed,
+        count,
+        sampler,
+        schedule,
+        zero_terminal_snr: request.zero_terminal_snr,
+        eta,
+        guidance_rescale,
+        emphasis,
+        clip_skip: request.clip_skip,
+        initial,
+        plan,
+        model,
+    })
+}
+
+fn prompt(faults: &mut Faults, field: &'static str, text: &str, limits: &Limits) {
+    faults.unless(text.len() <= limits.prompt_bytes, field, || {
+        format!("it has {} bytes, at most {} are accepted: shorten it", text.len(), limits.prompt_bytes)
+    });
+    faults.unless(!text.contains('\0'), field, || "it contains a zero character: remove it".into());
+}
+
+fn size(faults: &mut Faults, field: &'static str, asked: u32, default: u32, step: u32, limits: &Limits) -> u32 {
+    let size = if asked == 0 { default } else { asked };
+    if !size.is_multiple_of(step) {
+        let (lower, higher) = (size / step * step, size.checked_next_multiple_of(step).unwrap_or(limits.edge));
+        faults.note(
+            field,
+            if lower == 0 {
+                format!("{size} is not a multiple of {step}: use {higher}")
+            } else {
+                format!("{size} is not a multiple of {step}: use {lower} or {higher}")
+            },
+        );
+    }
+    faults.unless(size <= limits.edge, field, || format!("{size} is too large: at most {} pixels", limits.edge));
+    size
+}
+
+fn number(faults: &mut Faults, field: &'static str, value: f64, low: f64, high: f64) {
+    // Written so that NaN is refused too.
+    faults.unless(value >= low && value <= high, field, || {
+        format!("{value} is out of range: use a number from {low} to {high}")
+    });
+}
+
+fn named<T: Default, E>(
+    faults: &mut Faults,
+    field: &'static str,
+    number: i32,
+    parse: impl FnOnce(i32) -> Result<T, E>,
+    known: &str,
+) -> T {
+    parse(number).unwrap_or_else(|_| {
+        faults.note(field, format!("{number} is unknown here: use {known}, or 0 for the default"));
+        T::default()
+    })
+}
+
+fn initial_image(
+    faults: &mut Faults,
+    request: &ImageRequest,
+    model: &Model,
+    steps: u32,
+    limits: &Limits,
+) -> Option<InitialImage> {
+    let inpainting = model.report.is_inpainting();
+    if request.init_image.is_empty() {
+        faults.unless(request.mask.is_empty(), "mask", || "a mask needs an init_image: send both or neither".into());
+        faults.unless(request.strength.is_none(), "strength", || {
+            "it says how much of an init_image is replaced, but there is none: leave it out".into()
+        });
+        faults.unless(!inpainting, "init_image", || {
+            format!("model {} paints into pictures: send an init_image and a mask", model.name)
+        });
+        return None;
+    }
+    image_file(faults, "init_image", &request.init_image, limits);
+    let masked = !request.mask.is_empty();
+    if masked {
+        image_file(faults, "mask", &request.mask, limits);
+    }
+    faults.unless(masked || !inpainting, "mask", || {
+        format!("model {} paints into pictures: send a mask, white where it is to paint", model.name)
+    });
+    let strength = request.strength.unwrap_or(if masked { DEFAULT_STRENGTH_WITH_MASK } else { DEFAULT_STRENGTH });
+    if strength > 0.0 && strength <= 1.0 {
+        // As the field does it: the share of the steps that is run, rounded down.
+        faults.unless((f64::from(steps) * strength).floor() >= 1.0, "strength", || {
+            format!("{strength} of {steps} steps is less than one step: use more of either")
+        });
+    } else {
+        faults.note("strength", format!("{strength} is out of range: use a number above 0 up to 1"));
+    }
+    Some(InitialImage {
+        image: ImageFile::new(&request.init_image),
+        mask: masked.then(|| ImageFile::new(&request.mask)),
+        strength,
+    })
+}
+
+fn image_file(faults: &mut Faults, field: &'static str, bytes: &[u8], limits: &Limits) {
+    faults.unless(bytes.len() <= limits.image_file_bytes, field, || {
+        let (found, most) = (Bytes(bytes.len() as u64), Bytes(limits.image_file_bytes as u64));
+        format!("the file has {found}, at most {most} are accepted: make it smaller")
+    });
+    // The first bytes only; whether the rest is whole shows when the worker reads it.
+    let known = bytes.starts_with(b"\x89PNG\r\n\x1a\n")
+        || bytes.starts_with(&[0xff, 0xd8, 0xff])
+        || (bytes.starts_with(b"RIFF") && bytes.get(8..12) == Some(b"WEBP"));
+    faults.unless(known, field, || "this is no image file that is understood: send PNG, JPEG or WebP".into());
+}

@@ -1,0 +1,219 @@
+//! Runs the stages of one job in order, keeps what they hand to each other, and makes the pictures.
+//!
+//! The outputs of finished runs stay held until no later run reads them, so that a run can be repeated in another worker
+//! without repeating what came before it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sd_proto::v1::{
+    Failure, FailureReason, ImageReady, Note, Progress, ProgressPhase, Stage, StageFinished, StageStarted, StageTiming,
+};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use super::request::Admitted;
+use super::state::{DriverEnd, Entry};
+use super::store::duration;
+use crate::ids::{JobId, Tenant};
+use crate::picture;
+use crate::stages::plan::{Slot, StagePlan, StageRun};
+use crate::stages::runner::{StageNews, StageOrder, StageReport, StageRunner, Stopped};
+
+/// Least time between two events about bytes loaded. Steps are told one by one.
+const LOADING_INTERVAL: Duration = Duration::from_millis(100);
+/// Least time between two events about steps or blocks computed; the last one is always told.
+const COMPUTING_INTERVAL: Duration = Duration::from_millis(20);
+
+/// What a driver is given.
+#[derive(Debug)]
+pub struct Assignment {
+    /// Which job.
+    pub job: JobId,
+    /// Whose.
+    pub tenant: Tenant,
+    /// The request.
+    pub request: Arc<Admitted>,
+    /// Its stage runs.
+    pub plan: Arc<StagePlan>,
+    /// Fires when the job is to stop.
+    pub stop: CancellationToken,
+    /// How long a stage may take to stop before it is left to itself.
+    pub stop_bound: Duration,
+    /// Where to report.
+    pub entries: mpsc::Sender<(JobId, Entry)>,
+}
+
+impl Assignment {
+    async fn tell(&self, entry: Entry) {
+        // The owner outlives its drivers but for the end of the whole process.
+        let _ = self.entries.send((self.job.clone(), entry)).await;
+    }
+}
+
+/// Runs a job to its end.
+pub async fn drive<R: StageRunner>(runner: Arc<R>, job: Assignment) -> DriverEnd {
+    let mut held: BTreeMap<Slot, R::Output> = BTreeMap::new();
+    let of = job.plan.runs().len() as u32;
+    for (index, run) in job.plan.runs().iter().enumerate() {
+        if job.stop.is_cancelled() {
+            return DriverEnd::Stopped;
+        }
+        let began = Instant::now();
+        let report = match run_stage(&*runner, &job, run, index as u32 + 1, of, &held).await {
+            Ok(report) => report,
+            Err(Stopped::Asked) => return DriverEnd::Stopped,
+            Err(Stopped::Failed(failure)) => return DriverEnd::Failed(failure),
+        };
+        let timing = StageTiming {
+            stage: run.stage as i32,
+            image_index: run.image,
+            waited: Some(duration(report.waited)),
+            loaded: Some(duration(report.loaded)),
+            computed: Some(duration(report.computed)),
+            total: Some(duration(began.elapsed())),
+        };
+        let finished = StageFinished { stage: run.stage as i32, image_index: run.image, timing: Some(timing) };
+        job.tell(Entry::StageFinished(finished)).await;
+
+        held.extend(report.outputs);
+        if run.stage == Stage::Decode {
+            match paint(&job, run, &mut held).await {
+                Ok(image) => job.tell(Entry::Image(image)).await,
+                Err(failure) => return DriverEnd::Failed(failure),
+            }
+        }
+        held.retain(|slot, _| job.plan.needed_from(*slot, index + 1));
+    }
+    DriverEnd::Completed
+}
+
+async fn run_stage<R: StageRunner>(
+    runner: &R,
+    job: &Assignment,
+    run: &StageRun,
+    number: u32,
+    of: u32,
+    held: &BTreeMap<Slot, R::Output>,
+) -> Result<StageReport<R::Output>, Stopped> {
+    let (news, mut incoming) = mpsc::channel(16);
+    let order = StageOrder {
+        job: job.job.clone(),
+        tenant: job.tenant.clone(),
+        request: job.request.clone(),
+        run: run.clone(),
+        inputs: run.inputs.iter().filter_map(|slot| Some((*slot, held.get(slot)?.clone()))).collect(),
+        stop: job.stop.clone(),
+        news,
+    };
+    let mut teller = Teller { job, run, number, of, started: false, last: None };
+    let running = runner.run(order);
+    tokio::pin!(running);
+    let overdue = async {
+        job.stop.cancelled().await;
+        sleep(job.stop_bound).await;
+    };
+    tokio::pin!(overdue);
+    let result = loop {
+        tokio::select! {
+            biased;
+            Some(news) = incoming.recv() => teller.tell(news).await,
+            result = &mut running => break result,
+            () = &mut overdue => {
+                tracing::error!(job = %job.job, stage = run.stage.as_str_name(), "stage did not stop in time, left to itself");
+                return Err(Stopped::Asked);
+            }
+        }
+    };
+    while let Ok(news) = incoming.try_recv() {
+        teller.tell(news).await;
+    }
+    if result.is_ok() {
+        teller.start(0).await;
+    }
+    result
+}
+
+/// Turns a run's news into events, not too many of them.
+struct Teller<'a> {
+    job: &'a Assignment,
+    run: &'a StageRun,
+    number: u32,
+    of: u32,
+    started: bool,
+    last: Option<(ProgressPhase, u64, Instant)>,
+}
+
+impl Teller<'_> {
+    async fn start(&mut self, incarnation: u64) {
+        if !self.started {
+            self.started = true;
+            let (stage, image_index) = (self.run.stage as i32, self.run.image);
+            let started = StageStarted { stage, image_index, incarnation, number: self.number, of: self.of };
+            self.job.tell(Entry::StageStarted(started)).await;
+        }
+    }
+
+    async fn tell(&mut self, news: StageNews) {
+        match news {
+            StageNews::Worker { incarnation } => self.start(incarnation).await,
+            StageNews::Note(text) => self.job.tell(Entry::Note(Note { text })).await,
+            StageNews::Progress { phase, done, total } => {
+                self.start(0).await;
+                if self.is_worth_telling(phase, done, total) {
+                    self.last = Some((phase, done, Instant::now()));
+                    let (stage, image_index) = (self.run.stage as i32, self.run.image);
+                    let progress = Progress { stage, image_index, phase: phase as i32, done, total };
+                    self.job.tell(Entry::Progress(progress)).await;
+                }
+            }
+        }
+    }
+
+    fn is_worth_telling(&self, phase: ProgressPhase, done: u64, total: u64) -> bool {
+        let Some((last_phase, last_done, at)) = self.last else { return true };
+        if phase != last_phase {
+            return true;
+        }
+        let interval = match phase {
+            ProgressPhase::Loading => LOADING_INTERVAL,
+            ProgressPhase::Unspecified | ProgressPhase::Starting | ProgressPhase::Computing => COMPUTING_INTERVAL,
+        };
+        done != last_done && (done == total || at.elapsed() >= interval)
+    }
+}
+
+/// Makes the picture of a decoded image.
+async fn paint<O: crate::stages::runner::Output>(
+    job: &Assignment,
+    run: &StageRun,
+    held: &mut BTreeMap<Slot, O>,
+) -> Result<ImageReady, Failure> {
+    let internal = |message: String| Failure {
+        reason: FailureReason::Internal as i32,
+        stage: Stage::Decode as i32,
+        message,
+        stderr: Vec::new(),
+    };
+    let Some(output) = run.outputs.first().and_then(|slot| held.remove(slot)) else {
+        return Err(internal("the decode stage reported no pixels: this is a bug of sdd".into()));
+    };
+    let (request, index) = (job.request.clone(), run.image);
+    // Copying and compressing takes milliseconds: not on a thread that serves others.
+    let painted = tokio::task::spawn_blocking(move || {
+        let pixels = output.pixels()?;
+        drop(output);
+        let picture = picture::encode(&pixels, &request, index).map_err(|error| internal(error.to_string()))?;
+        Ok(ImageReady {
+            index,
+            seed: request.image_seed(index),
+            width: pixels.width,
+            height: pixels.height,
+            png: picture.png,
+            parameters: picture.parameters,
+        })
+    });
+    painted.await.unwrap_or_else(|error| Err(internal(format!("making the picture failed: {error}"))))
+}

@@ -1,0 +1,510 @@
+//! The owner of all jobs: one task that takes commands, applies the state machine, and does what it says.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use sd_proto::v1::{self, Failure, FailureReason, Queued, Succeeded, job_event};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, sleep_until};
+
+use super::driver::{self, Assignment};
+use super::limits::Limits;
+use super::log::{EventLog, Watcher};
+use super::queue::{Queue, QueueFull};
+use super::request::Admitted;
+use super::state::{DriverEnd, Effect, Ending, Entry, Input};
+use super::store::{Record, Store, duration};
+use super::viewer::{Viewer, new_job_id};
+use super::wait::{Durations, until_start};
+use crate::ids::{JobId, Tenant};
+use crate::stages::plan::{Grouping, StagePlan};
+use crate::stages::runner::StageRunner;
+
+/// How much is going on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Activity {
+    /// Jobs that wait.
+    pub queued: usize,
+    /// Jobs that run, those that are being stopped included.
+    pub running: usize,
+    /// New jobs are refused.
+    pub draining: bool,
+}
+
+impl Activity {
+    /// Whether no job lives.
+    pub fn is_idle(&self) -> bool {
+        self.queued == 0 && self.running == 0
+    }
+}
+
+/// How a drain went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Drained {
+    /// Jobs that ended by themselves.
+    pub finished: u32,
+    /// Jobs that were cancelled at its deadline.
+    pub cancelled: u32,
+}
+
+/// Why a job is not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// The queue is full.
+    #[error(transparent)]
+    Full(#[from] QueueFull),
+    /// The daemon drains or is shutting down.
+    #[error("this daemon takes no more jobs: it is shutting down")]
+    Draining,
+}
+
+/// No such job, or none of this viewer's.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("there is no job {0}")]
+pub struct NotFound(pub JobId);
+
+type Reply<T> = oneshot::Sender<T>;
+
+enum Command {
+    Submit {
+        tenant: Tenant,
+        request: Box<Admitted>,
+        grouping: Grouping,
+        reply: Reply<Result<(JobId, Arc<EventLog>), SubmitError>>,
+    },
+    Log {
+        job: JobId,
+        viewer: Viewer,
+        reply: Reply<Option<Arc<EventLog>>>,
+    },
+    Get {
+        job: JobId,
+        viewer: Viewer,
+        reply: Reply<Option<v1::Job>>,
+    },
+    List {
+        viewer: Viewer,
+        active_only: bool,
+        limit: usize,
+        reply: Reply<Vec<v1::Job>>,
+    },
+    Cancel {
+        job: JobId,
+        viewer: Viewer,
+        reason: String,
+        reply: Reply<Option<Arc<EventLog>>>,
+    },
+    Abandon {
+        job: JobId,
+        reason: &'static str,
+    },
+    Drain {
+        grace: Duration,
+        reply: Reply<Drained>,
+    },
+    Shutdown {
+        reply: Reply<()>,
+    },
+}
+
+/// Handle to the jobs; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Jobs {
+    commands: mpsc::Sender<Command>,
+    /// Beside the commands and without bound, because it is sent from destructors.
+    abandoned: mpsc::UnboundedSender<Command>,
+    activity: watch::Receiver<Activity>,
+}
+
+impl Jobs {
+    /// Starts the owner's task on the current runtime. It ends when the last handle is dropped.
+    pub fn start<R: StageRunner>(runner: Arc<R>, limits: Limits) -> Self {
+        let (commands, receiver) = mpsc::channel(64);
+        let (abandoned, abandoned_receiver) = mpsc::unbounded_channel();
+        let (activity, activity_receiver) = watch::channel(Activity::default());
+        let (entries, entries_receiver) = mpsc::channel(64);
+        let (ends, ends_receiver) = mpsc::unbounded_channel();
+        let owner = Owner {
+            runner,
+            limits,
+            store: Store::default(),
+            queue: Queue::default(),
+            durations: Durations::default(),
+            running: 0,
+            entries,
+            ends,
+            activity,
+            draining: None,
+            shutting_down: Vec::new(),
+            refusing: false,
+        };
+        tokio::spawn(owner.run(receiver, abandoned_receiver, entries_receiver, ends_receiver));
+        Self { commands, abandoned, activity: activity_receiver }
+    }
+
+    async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Option<T> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(command(reply)).await.ok()?;
+        answer.await.ok()
+    }
+
+    /// Takes a job. Its first event is there when this returns.
+    ///
+    /// # Errors
+    /// The queue is full, or the daemon drains.
+    pub async fn submit(
+        &self,
+        tenant: Tenant,
+        request: Admitted,
+        grouping: Grouping,
+    ) -> Result<(JobId, Watcher), SubmitError> {
+        let request = Box::new(request);
+        let (job, log) = self
+            .ask(|reply| Command::Submit { tenant, request, grouping, reply })
+            .await
+            .unwrap_or(Err(SubmitError::Draining))?;
+        Ok((job, Watcher::new(log, 0)))
+    }
+
+    /// A reader of a job's events after `after`.
+    ///
+    /// # Errors
+    /// No such job for this viewer.
+    pub async fn watch(&self, job: JobId, viewer: Viewer, after: u64) -> Result<Watcher, NotFound> {
+        let log = self.ask(|reply| Command::Log { job: job.clone(), viewer, reply }).await.flatten();
+        Ok(Watcher::new(log.ok_or(NotFound(job))?, after))
+    }
+
+    /// A job.
+    ///
+    /// # Errors
+    /// No such job for this viewer.
+    pub async fn get(&self, job: JobId, viewer: Viewer) -> Result<v1::Job, NotFound> {
+        self.ask(|reply| Command::Get { job: job.clone(), viewer, reply }).await.flatten().ok_or(NotFound(job))
+    }
+
+    /// A viewer's jobs, newest first.
+    pub async fn list(&self, viewer: Viewer, active_only: bool, limit: usize) -> Vec<v1::Job> {
+        self.ask(|reply| Command::List { viewer, active_only, limit, reply }).await.unwrap_or_default()
+    }
+
+    /// Cancels a job and waits for its terminal event, whatever it is.
+    ///
+    /// # Errors
+    /// No such job for this viewer.
+    pub async fn cancel(&self, job: JobId, viewer: Viewer, reason: String) -> Result<v1::Job, NotFound> {
+        let command = |reply| Command::Cancel { job: job.clone(), viewer: viewer.clone(), reason, reply };
+        let log = self.ask(command).await.flatten().ok_or_else(|| NotFound(job.clone()))?;
+        log.ended().await;
+        self.get(job, viewer).await
+    }
+
+    /// Cancels a job without waiting, from wherever: its client has gone.
+    pub fn abandon(&self, job: JobId, reason: &'static str) {
+        let _ = self.abandoned.send(Command::Abandon { job, reason });
+    }
+
+    /// Refuses new jobs from now on, waits up to `grace` for those that live, then cancels them and waits for their ends.
+    pub async fn drain(&self, grace: Duration) -> Drained {
+        self.ask(|reply| Command::Drain { grace, reply }).await.unwrap_or_default()
+    }
+
+    /// Refuses new jobs, stops all that live, and returns when each has its terminal event.
+    pub async fn shutdown(&self) {
+        let _ = self.ask(|reply| Command::Shutdown { reply }).await;
+    }
+
+    /// How much is going on, to be watched.
+    pub fn activity(&self) -> watch::Receiver<Activity> {
+        self.activity.clone()
+    }
+}
+
+struct Draining {
+    deadline: Instant,
+    counts: Drained,
+    overdue: bool,
+    replies: Vec<Reply<Drained>>,
+}
+
+struct Owner<R> {
+    runner: Arc<R>,
+    limits: Limits,
+    store: Store,
+    queue: Queue,
+    durations: Durations,
+    running: usize,
+    entries: mpsc::Sender<(JobId, Entry)>,
+    ends: mpsc::UnboundedSender<(JobId, DriverEnd)>,
+    activity: watch::Sender<Activity>,
+    draining: Option<Draining>,
+    shutting_down: Vec<Reply<()>>,
+    refusing: bool,
+}
+
+impl<R: StageRunner> Owner<R> {
+    async fn run(
+        mut self,
+        mut commands: mpsc::Receiver<Command>,
+        mut abandoned: mpsc::UnboundedReceiver<Command>,
+        mut entries: mpsc::Receiver<(JobId, Entry)>,
+        mut ends: mpsc::UnboundedReceiver<(JobId, DriverEnd)>,
+    ) {
+        loop {
+            let deadline = self.draining.as_ref().filter(|d| !d.overdue).map(|d| d.deadline);
+            tokio::select! {
+                biased;
+                Some((job, entry)) = entries.recv() => self.apply(&job, Input::Driver(entry)),
+                Some((job, end)) = ends.recv() => {
+                    // A driver has sent all its entries when it ends; they come first.
+                    while let Ok((job, entry)) = entries.try_recv() {
+                        self.apply(&job, Input::Driver(entry));
+                    }
+                    self.apply(&job, Input::DriverEnded(end));
+                }
+                Some(command) = abandoned.recv() => self.command(command),
+                command = commands.recv() => match command {
+                    Some(command) => self.command(command),
+                    None => break,
+                },
+                () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => self.drain_overdue(),
+            }
+            self.dispatch();
+            self.settle();
+        }
+        // Nobody is left who could ask: let the drivers stop.
+        let living: Vec<JobId> = self.store.living().map(|record| record.id.clone()).collect();
+        for job in living {
+            self.apply(&job, Input::Shutdown);
+        }
+    }
+
+    fn command(&mut self, command: Command) {
+        // A reply that nobody waits for any more is not an error.
+        match command {
+            Command::Submit { tenant, request, grouping, reply } => {
+                let submitted = self.submit(tenant, *request, grouping);
+                if let Err(Ok((job, _))) = reply.send(submitted) {
+                    self.apply(&job, Input::Cancel { reason: "the client went away while submitting".into() });
+                }
+            }
+            Command::Log { job, viewer, reply } => {
+                let _ = reply.send(self.store.visible(&job, &viewer).map(|record| record.log.clone()));
+            }
+            Command::Get { job, viewer, reply } => {
+                let found = self.store.visible(&job, &viewer).map(|record| record.to_proto(self.position(&job)));
+                let _ = reply.send(found);
+            }
+            Command::List { viewer, active_only, limit, reply } => {
+                let jobs = self
+                    .store
+                    .newest(&viewer)
+                    .filter(|record| !active_only || !record.state.is_ended())
+                    .take(limit)
+                    .map(|record| record.to_proto(self.position(&record.id)))
+                    .collect();
+                let _ = reply.send(jobs);
+            }
+            Command::Cancel { job, viewer, reason, reply } => {
+                let log = self.store.visible(&job, &viewer).map(|record| record.log.clone());
+                if log.is_some() {
+                    self.apply(&job, Input::Cancel { reason });
+                }
+                let _ = reply.send(log);
+            }
+            Command::Abandon { job, reason } => self.apply(&job, Input::Cancel { reason: reason.into() }),
+            Command::Drain { grace, reply } => {
+                self.refusing = true;
+                let deadline = Instant::now() + grace;
+                let draining = self.draining.get_or_insert_with(|| Draining {
+                    deadline,
+                    counts: Drained::default(),
+                    overdue: false,
+                    replies: Vec::new(),
+                });
+                // A second drain may only hurry the first.
+                draining.deadline = draining.deadline.min(deadline);
+                draining.replies.push(reply);
+            }
+            Command::Shutdown { reply } => {
+                self.refusing = true;
+                self.shutting_down.push(reply);
+                let living: Vec<JobId> = self.store.living().map(|record| record.id.clone()).collect();
+                for job in living {
+                    self.apply(&job, Input::Shutdown);
+                }
+            }
+        }
+    }
+
+    fn submit(
+        &mut self,
+        tenant: Tenant,
+        request: Admitted,
+        grouping: Grouping,
+    ) -> Result<(JobId, Arc<EventLog>), SubmitError> {
+        if self.refusing {
+            return Err(SubmitError::Draining);
+        }
+        let id = new_job_id();
+        let limits = &self.limits;
+        self.queue.push(id.clone(), tenant.clone(), limits.queued_jobs, limits.queued_jobs_per_tenant)?;
+        let plan = StagePlan::of(&request, grouping);
+        let record = Record::new(id.clone(), tenant, request, plan);
+        let log = record.log.clone();
+        self.store.insert(record);
+        let record = &self.store.get(&id).expect("inserted above");
+        let queued = Queued {
+            position: self.position(&id).unwrap_or(0),
+            estimated_wait: self.estimated_wait(&id).map(duration),
+            effective: Some(record.shown().clone()),
+            plan: Some(record.numeric_plan().clone()),
+        };
+        tracing::info!(job = %id, tenant = %record.tenant, model = record.shown().model, position = queued.position, "job queued");
+        log.append(job_event::Event::Queued(queued), SystemTime::now());
+        Ok((id, log))
+    }
+
+    /// Jobs ahead of one that waits; 0 where it starts at once.
+    fn position(&self, job: &JobId) -> Option<u32> {
+        let ahead = self.queue.ahead_of(job)?;
+        let free = self.limits.running_jobs.saturating_sub(self.running);
+        Some(if ahead < free { 0 } else { (ahead + self.running) as u32 })
+    }
+
+    fn estimated_wait(&self, job: &JobId) -> Option<Duration> {
+        let remaining = |record: &Record| {
+            let living = record.living.as_ref()?;
+            self.durations.remaining(&living.request, &living.plan, record.finished_runs())
+        };
+        let running: Vec<_> = self.store.living().filter(|r| r.state.is_running()).map(remaining).collect();
+        let queued: Vec<_> = self
+            .queue
+            .iter()
+            .take_while(|other| *other != job)
+            .filter_map(|other| self.store.get(other))
+            .map(remaining)
+            .collect();
+        until_start(&running, &queued, self.limits.running_jobs)
+    }
+
+    /// Lets a job take an input and does what follows.
+    fn apply(&mut self, job: &JobId, input: Input) {
+        let Some(record) = self.store.get_mut(job) else { return };
+        if let (Input::Driver(Entry::StageFinished(finished)), false) = (&input, record.state.is_ended())
+            && let (Some(timing), Some(living)) = (&finished.timing, &record.living)
+        {
+            let took =
+                [&timing.loaded, &timing.computed].into_iter().filter_map(|d| Duration::try_from((*d)?).ok()).sum();
+            self.durations.learn(finished.stage(), &living.request, took);
+            record.note_stage(*timing);
+        }
+        let was_running = record.state.is_running();
+        let (state, effects) = record.state.clone().step(input);
+        record.state = state;
+        self.running = self.running + usize::from(record.state.is_running()) - usize::from(was_running);
+        for effect in effects {
+            self.perform(job, effect);
+        }
+    }
+
+    fn perform(&mut self, job: &JobId, effect: Effect) {
+        let Some(record) = self.store.get_mut(job) else { return };
+        match effect {
+            Effect::Record(entry) => {
+                record.log.append(event_of(entry), SystemTime::now());
+            }
+            Effect::Start => {
+                record.note_start();
+                let Some(living) = &record.living else { return };
+                let assignment = Assignment {
+                    job: job.clone(),
+                    tenant: record.tenant.clone(),
+                    request: living.request.clone(),
+                    plan: living.plan.clone(),
+                    stop: living.stop.clone(),
+                    stop_bound: self.limits.stop,
+                    entries: self.entries.clone(),
+                };
+                let driving = tokio::spawn(driver::drive(self.runner.clone(), assignment));
+                let (job, ends) = (job.clone(), self.ends.clone());
+                // A driver that panics has ended too.
+                tokio::spawn(async move {
+                    let end = driving.await.unwrap_or_else(|error| {
+                        let message = format!("the job's driver broke: {error}: this is a bug of sdd");
+                        let reason = FailureReason::Internal as i32;
+                        DriverEnd::Failed(Failure { reason, message, ..Failure::default() })
+                    });
+                    let _ = ends.send((job, end));
+                });
+            }
+            Effect::Stop => {
+                if let Some(living) = &record.living {
+                    living.stop.cancel();
+                }
+            }
+            Effect::End(ending) => {
+                record.note_end();
+                let event = match ending {
+                    Ending::Succeeded => job_event::Event::Succeeded(Succeeded { timings: Some(record.timings()) }),
+                    Ending::Failed(failure) => job_event::Event::Failed(failure),
+                    Ending::Cancelled(cancelled) => job_event::Event::Cancelled(cancelled),
+                };
+                tracing::info!(job = %job, state = record.state.to_proto().as_str_name(), "job ended");
+                record.log.append(event, SystemTime::now());
+                self.queue.remove(job);
+                if let Some(draining) = &mut self.draining {
+                    if draining.overdue {
+                        draining.counts.cancelled += 1;
+                    } else {
+                        draining.counts.finished += 1;
+                    }
+                }
+                self.store.ended(job, self.limits.ended_jobs, self.limits.ended_bytes);
+            }
+        }
+    }
+
+    fn dispatch(&mut self) {
+        while self.running < self.limits.running_jobs.max(1) {
+            let Some(job) = self.queue.pop() else { break };
+            self.apply(&job, Input::Dispatch);
+        }
+    }
+
+    fn drain_overdue(&mut self) {
+        if let Some(draining) = &mut self.draining {
+            draining.overdue = true;
+        }
+        let living: Vec<JobId> = self.store.living().map(|record| record.id.clone()).collect();
+        for job in living {
+            self.apply(&job, Input::Cancel { reason: "the daemon was drained and the job's time was up".into() });
+        }
+    }
+
+    /// Tells those who wait for quiet, and those who watch.
+    fn settle(&mut self) {
+        let activity = Activity { queued: self.queue.len(), running: self.running, draining: self.refusing };
+        self.activity.send_if_modified(|old| std::mem::replace(old, activity) != activity);
+        if activity.is_idle() {
+            if let Some(draining) = self.draining.take() {
+                for reply in draining.replies {
+                    let _ = reply.send(draining.counts);
+                }
+            }
+            for reply in self.shutting_down.drain(..) {
+                let _ = reply.send(());
+            }
+        }
+    }
+}
+
+fn event_of(entry: Entry) -> job_event::Event {
+    match entry {
+        Entry::StageStarted(started) => job_event::Event::StageStarted(started),
+        Entry::Progress(progress) => job_event::Event::Progress(progress),
+        Entry::StageFinished(finished) => job_event::Event::StageFinished(finished),
+        Entry::Image(image) => job_event::Event::Image(image),
+        Entry::Note(note) => job_event::Event::Note(note),
+    }
+}

@@ -1,0 +1,19 @@
+//! Stages: what a job runs, and how one run of a stage is brought to a worker and back.
+//!
+//! * [`plan`]: the stage runs of a request and what each hands to which.
+//! * [`runner`]: the trait between jobs and what runs their stages; tests put a fake behind it.
+//! * [`sizes`]: how large each tensor can be.
+//! * [`task`]: a stage run as the task that a worker is sent.
+//! * [`failure`]: what went wrong, in the words of the public interface.
+//! * [`dispatch`]: the real runner: lease → worker → task → validated output.
+
+pub mod dispatch;
+pub mod failure;
+pub mod plan;
+pub mod runner;
+pub mod sizes;
+pub mod task;
+
+pub use dispatch::{Dispatcher, Needs, Tensor};
+pub use plan::{Role, Slot, StagePlan, StageRun};
+pub use runner::{Output, StageOrder, StageReport, StageRunner, Stopped};

@@ -1,0 +1,99 @@
+//! The trait between a job and what runs its stages.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sd_proto::v1::{Failure, ProgressPhase};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::plan::{Slot, StageRun};
+use crate::ids::{JobId, Tenant};
+use crate::jobs::request::Admitted;
+use crate::picture::Pixels;
+
+/// A tensor that a stage wrote: kept for as long as a later stage, or a retry of it, may read it.
+pub trait Output: Clone + Send + Sync + 'static {
+    /// The tensor as pixels; blocking: copies the payload.
+    ///
+    /// # Errors
+    /// It is no picture, or not what its header says.
+    fn pixels(&self) -> Result<Pixels, Failure>;
+}
+
+/// One stage run to be done.
+#[derive(Debug)]
+pub struct StageOrder<O> {
+    /// For which job.
+    pub job: JobId,
+    /// Whose.
+    pub tenant: Tenant,
+    /// The request.
+    pub request: Arc<Admitted>,
+    /// The run.
+    pub run: StageRun,
+    /// What earlier runs wrote and this one reads.
+    pub inputs: BTreeMap<Slot, O>,
+    /// Fires when the job is to stop.
+    pub stop: CancellationToken,
+    /// What happens meanwhile. Lossy where it is progress: a full channel drops it.
+    pub news: mpsc::Sender<StageNews>,
+}
+
+/// What a runner tells about a run under way.
+#[derive(Debug, Clone, PartialEq)]
+pub enum StageNews {
+    /// A worker has been chosen.
+    Worker {
+        /// Its incarnation.
+        incarnation: u64,
+    },
+    /// It goes on.
+    Progress {
+        /// What is being done.
+        phase: ProgressPhase,
+        /// Bytes, steps or blocks done.
+        done: u64,
+        /// Of how many.
+        total: u64,
+    },
+    /// Worth knowing for people.
+    Note(String),
+}
+
+/// A finished run.
+#[derive(Debug, Clone)]
+pub struct StageReport<O> {
+    /// What it wrote, validated.
+    pub outputs: BTreeMap<Slot, O>,
+    /// Waiting for lease and process.
+    pub waited: Duration,
+    /// Loading weights, as the worker measured.
+    pub loaded: Duration,
+    /// Computing, as the worker measured.
+    pub computed: Duration,
+}
+
+/// Why a run has no output.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Stopped {
+    /// It was told to stop, and has stopped.
+    Asked,
+    /// It failed.
+    Failed(Failure),
+}
+
+/// Runs stages.
+pub trait StageRunner: Send + Sync + 'static {
+    /// A tensor that a stage wrote.
+    type Output: Output;
+
+    /// Runs one stage to its validated output. Returns soon after `order.stop` has fired; dropping the future stops the
+    /// run too, but then nobody learns when.
+    fn run(
+        &self,
+        order: StageOrder<Self::Output>,
+    ) -> impl Future<Output = Result<StageReport<Self::Output>, Stopped>> + Send;
+}
