@@ -5,11 +5,15 @@
 #![deny(unsafe_code)]
 
 pub mod formats;
+pub mod inspect;
 pub mod models;
 // Kernels: every use of unsafe there has its reason beside it.
 #[allow(unsafe_code)]
 pub mod ops;
 pub mod residency;
+pub mod pipeline;
 pub mod sampling;
+pub mod tensor;
+pub mod text;
 #[cfg(feature = "testkit")]
 pub mod testkit;

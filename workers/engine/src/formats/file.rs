@@ -60,8 +60,16 @@ impl SafetensorsFile {
 
     /// The header, as the file has it.
     pub fn header_bytes(&self) -> &[u8] {
-        let end = self.entries.values().map(|e| e.bytes.start).min().unwrap_or(self.map.len());
-        &self.map[..end]
+        &self.map[..self.data_start()]
+    }
+
+    /// Everything behind the header.
+    pub fn data_bytes(&self) -> &[u8] {
+        &self.map[self.data_start()..]
+    }
+
+    fn data_start(&self) -> usize {
+        self.entries.values().map(|e| e.bytes.start).min().unwrap_or(self.map.len())
     }
 
     /// The tensor called `name`.

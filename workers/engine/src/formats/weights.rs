@@ -125,6 +125,15 @@ impl WeightSet {
         file.tensor(own).map(|entry| (file.path(), entry))
     }
 
+    /// The error for a tensor of this declared name that has no place; `None` if there is no such tensor.
+    pub fn unexpected(&self, declared: &str) -> Option<WeightsError> {
+        self.tensor(declared).map(|(path, tensor)| WeightsError::Unexpected {
+            path: path.into(),
+            tensor: tensor.name.into(),
+            found: tensor.shape.to_vec(),
+        })
+    }
+
     /// The type of the numbers of all tensors; `None` if there is none of a supported type.
     pub fn precision(&self) -> Option<Precision> {
         let mut seen = None;
