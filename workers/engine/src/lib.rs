@@ -10,10 +10,10 @@ pub mod models;
 // Kernels: every use of unsafe there has its reason beside it.
 #[allow(unsafe_code)]
 pub mod ops;
-pub mod residency;
 pub mod pipeline;
+pub mod residency;
 pub mod sampling;
 pub mod tensor;
-pub mod text;
 #[cfg(feature = "testkit")]
 pub mod testkit;
+pub mod text;

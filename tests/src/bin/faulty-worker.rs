@@ -1,0 +1,187 @@
+//! A worker that misbehaves on purpose. `SDD_TEST_FAULT=STAGE:FAULT` says which stage and how; other stages, and `inspect`,
+//! become the real worker (`SDD_TEST_WORKER`).
+
+use std::io::Read as _;
+use std::os::fd::FromRawFd as _;
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use sd_proto::segment::{HEADER_BYTES, Header};
+use sd_proto::worker::v1::link_client::LinkClient;
+use sd_proto::worker::v1::{
+    FromWorker, Hello, NamedSegment, Pulse, Task, TaskDone, WorkerStage, from_worker, task::Work, to_worker,
+};
+use sd_proto::{LINK_PROTOCOL, TOKEN_BYTES, TOKEN_FD};
+use shared_memory::ShmemConf;
+use tokio::sync::mpsc;
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    /// Never says hello.
+    Silent,
+    /// Says hello with a token of its own.
+    WrongToken,
+    /// Ends with code 0 in the middle of a task.
+    ExitZero,
+    /// Aborts in the middle of a task.
+    Abort,
+    /// Never answers a task, and does not pulse.
+    Frozen,
+    /// Seals a header with another shape than the one it was told.
+    LyingShape,
+    /// Seals a header under another incarnation's name.
+    LyingWriter,
+    /// Writes noise where the header should be.
+    Garbage,
+    /// Says that it is done and has sealed nothing.
+    Unsealed,
+    /// Says that it is done with a task that it was never given.
+    OtherTask,
+}
+
+fn fault(name: &str) -> anyhow::Result<Fault> {
+    Ok(match name {
+        "silent" => Fault::Silent,
+        "wrong-token" => Fault::WrongToken,
+        "exit-zero" => Fault::ExitZero,
+        "abort" => Fault::Abort,
+        "frozen" => Fault::Frozen,
+        "lying-shape" => Fault::LyingShape,
+        "lying-writer" => Fault::LyingWriter,
+        "garbage" => Fault::Garbage,
+        "unsealed" => Fault::Unsealed,
+        "other-task" => Fault::OtherTask,
+        other => anyhow::bail!("unknown fault {other}"),
+    })
+}
+
+struct Arguments {
+    all: Vec<String>,
+}
+
+impl Arguments {
+    fn value(&self, name: &str) -> anyhow::Result<&str> {
+        let at = self.all.iter().position(|argument| argument == name).with_context(|| format!("no {name}"))?;
+        self.all.get(at + 1).map(String::as_str).with_context(|| format!("no value for {name}"))
+    }
+}
+
+fn main() -> anyhow::Result<()> {
+    let arguments = Arguments { all: std::env::args().skip(1).collect() };
+    let plan = std::env::var("SDD_TEST_FAULT").context("SDD_TEST_FAULT")?;
+    let (stage, name) = plan.split_once(':').context("SDD_TEST_FAULT is STAGE:FAULT")?;
+    if arguments.all.first().is_some_and(|verb| verb == "serve") && arguments.value("--stage")? == stage {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        return runtime.block_on(misbehave(&arguments, fault(name)?));
+    }
+    let real = std::env::var_os("SDD_TEST_WORKER").context("SDD_TEST_WORKER")?;
+    Err(Command::new(real).args(&arguments.all).exec().into())
+}
+
+async fn misbehave(arguments: &Arguments, fault: Fault) -> anyhow::Result<()> {
+    if fault == Fault::Silent {
+        std::future::pending::<()>().await;
+    }
+    let mut token = vec![0u8; TOKEN_BYTES];
+    // SAFETY: the descriptor is this process's by contract with the daemon, and nothing else uses it.
+    unsafe { std::fs::File::from_raw_fd(TOKEN_FD) }.read_exact(&mut token)?;
+    if fault == Fault::WrongToken {
+        token.reverse();
+        token[0] ^= 1;
+    }
+    let incarnation: u64 = arguments.value("--incarnation")?.parse()?;
+    let (say, queue) = mpsc::channel(16);
+    let wrap = move |message| FromWorker { incarnation, message: Some(message) };
+    let stage = match arguments.value("--stage")? {
+        "text" => WorkerStage::Text,
+        "diffusion" => WorkerStage::Diffusion,
+        _ => WorkerStage::Vae,
+    };
+    let hello = Hello {
+        token,
+        protocol: LINK_PROTOCOL,
+        pid: std::process::id(),
+        stage: stage as i32,
+        device: arguments.value("--device")?.into(),
+        version: env!("CARGO_PKG_VERSION").into(),
+    };
+    say.send(wrap(from_worker::Message::Hello(hello))).await?;
+    let socket = PathBuf::from(arguments.value("--socket")?);
+    let channel = sd_client::unix_channel(&socket).await?;
+    let mut orders =
+        LinkClient::new(channel).attach(tokio_stream::wrappers::ReceiverStream::new(queue)).await?.into_inner();
+    let mut pulse = tokio::time::interval(Duration::from_millis(200));
+    let mut sequence = 0;
+    let mut frozen = false;
+    loop {
+        tokio::select! {
+            order = orders.message() => match order?.and_then(|order| order.message) {
+                Some(to_worker::Message::Task(task)) if matches!(task.work, Some(Work::Load(_))) => {
+                    say.send(wrap(from_worker::Message::Done(done(&task, Vec::new())))).await?;
+                }
+                Some(to_worker::Message::Task(task)) => match fault {
+                    Fault::ExitZero => std::process::exit(0),
+                    Fault::Abort => std::process::abort(),
+                    Fault::Frozen => frozen = true,
+                    Fault::Silent | Fault::WrongToken => {}
+                    Fault::LyingShape | Fault::LyingWriter | Fault::Garbage | Fault::Unsealed => {
+                        let outputs = lie(&task, fault)?;
+                        say.send(wrap(from_worker::Message::Done(done(&task, outputs)))).await?;
+                    }
+                    Fault::OtherTask => {
+                        let other = Task { task_id: task.task_id + 1000, ..task };
+                        say.send(wrap(from_worker::Message::Done(done(&other, Vec::new())))).await?;
+                    }
+                },
+                Some(to_worker::Message::Retire(_)) | None => return Ok(()),
+                Some(_) => {}
+            },
+            _ = pulse.tick(), if !frozen => {
+                sequence += 1;
+                let message = Pulse { sequence, device_bytes: 1 << 20, peak_bytes: 1 << 20 };
+                say.send(wrap(from_worker::Message::Pulse(message))).await?;
+            }
+        }
+    }
+}
+
+fn done(task: &Task, outputs: Vec<NamedSegment>) -> TaskDone {
+    TaskDone { task_id: task.task_id, outputs, ..TaskDone::default() }
+}
+
+/// Writes every output of the task wrongly, and reports it as if it were right.
+fn lie(task: &Task, fault: Fault) -> anyhow::Result<Vec<NamedSegment>> {
+    for named in &task.outputs {
+        let message = named.segment.clone().context("a segment")?;
+        let memory = ShmemConf::new().os_id(format!("/{}", message.name)).open()?;
+        let shape = if message.shape.is_empty() { vec![1, 77, 1] } else { message.shape.clone() };
+        let mut header = Header {
+            element_type: message.element_type(),
+            shape,
+            capacity: message.capacity,
+            writer: message.writer,
+            sequence: message.sequence,
+        };
+        let fields = match fault {
+            Fault::LyingShape => {
+                // Terabytes, in a header that is consistent in itself: only the message and the mapping tell.
+                header.shape = vec![1 << 20, 1 << 20];
+                header.capacity = u64::MAX;
+                header.encode()?.to_vec()
+            }
+            Fault::LyingWriter => {
+                header.writer += 1;
+                header.encode()?.to_vec()
+            }
+            Fault::Garbage => (0..128u32).map(|i| (i * 37 % 251) as u8 | 1).collect(),
+            _ => continue,
+        };
+        // SAFETY: the mapping has at least the header page, and nobody reads it before this worker says that it is done.
+        unsafe { std::ptr::copy_nonoverlapping(fields.as_ptr(), memory.as_ptr(), fields.len().min(HEADER_BYTES)) };
+    }
+    Ok(task.outputs.clone())
+}

@@ -1,0 +1,95 @@
+//! The diffusion stage: noise and conditioning to latents.
+
+use std::path::Path;
+
+use sd_engine::formats::WeightSet;
+use sd_engine::models::{ModelError, Unet};
+use sd_engine::pipeline::{self, DenoiseInputs, DenoiseRequest, PipelineError};
+use sd_engine::sampling::{SamplerKind, ScheduleChoice, SchedulerConfig};
+use sd_engine::tensor;
+use sd_proto::worker::v1::task::Work;
+use sd_proto::worker::v1::{DenoiseWork, ElementType, Task, TaskPhase};
+
+use crate::runner::{Control, Finished, RunError, StageModel};
+use crate::segment;
+use crate::watch::Watch;
+
+/// A UNet and the model's scheduler configuration.
+#[derive(Default)]
+pub(crate) struct DiffusionStage {
+    loaded: Option<(SchedulerConfig, Unet)>,
+}
+
+impl StageModel for DiffusionStage {
+    fn load(&mut self, folder: &Path, _task: &Task, control: &Control<'_>) -> Result<(), RunError> {
+        if self.loaded.is_none() {
+            let config = SchedulerConfig::load(&folder.join("scheduler").join("scheduler_config.json"))
+                .map_err(PipelineError::from)?;
+            let unet = Unet::load(&folder.join("unet"), &mut |event| {
+                control.block(TaskPhase::Loading, event.done, event.total)
+            })?;
+            self.loaded = Some((config, unet));
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, task: &Task, control: &Control<'_>) -> Result<Finished, RunError> {
+        let (Some((config, unet)), Some(Work::Denoise(work))) = (&self.loaded, &task.work) else {
+            return Err(PipelineError::Internal("the diffusion stage is not loaded for this task".into()).into());
+        };
+        let input = |role| -> Result<_, RunError> {
+            if !segment::has_input(task, role) {
+                return Ok(None);
+            }
+            let (shape, values) = segment::read_f32(task, role)?;
+            Ok(Some(tensor::from_f32(values, &shape).map_err(PipelineError::from)?))
+        };
+        let conditioning =
+            input("conditioning")?.ok_or(segment::SegmentUseError::Absent { list: "input", role: "conditioning" })?;
+        let inputs = DenoiseInputs {
+            conditioning,
+            image_latents: input("image_latents")?,
+            latent_mask: input("latent_mask")?,
+            masked_image_latents: input("masked_image_latents")?,
+        };
+        let request = request(work)?;
+        let latents = pipeline::denoise(unet, config, &request, &inputs, &mut Watch::steps(control))?;
+        let shape = latents.dims().to_vec();
+        let values = segment::values(&latents)?;
+        let output = segment::write(task, "latents", ElementType::F32, &shape, &segment::f32_bytes(&values))?;
+        Ok(Finished { outputs: vec![output], notes: Vec::new() })
+    }
+
+    fn unload(&mut self) {
+        self.loaded = None;
+    }
+
+    fn weights(&self, folder: &Path) -> Result<WeightSet, ModelError> {
+        Unet::weights(&folder.join("unet"))
+    }
+
+    fn weights_bytes(&self) -> u64 {
+        self.loaded.as_ref().map_or(0, |(_, unet)| unet.bytes())
+    }
+}
+
+fn request(work: &DenoiseWork) -> Result<DenoiseRequest, RunError> {
+    const SCALE: u32 = 8;
+    let sampler = match work.sampler.as_str() {
+        "" => None,
+        name => Some(name.parse::<SamplerKind>().map_err(PipelineError::from)?),
+    };
+    let mut schedule = work.schedule.parse::<ScheduleChoice>().map_err(PipelineError::from)?;
+    schedule.zero_snr = work.zero_terminal_snr.or(schedule.zero_snr);
+    Ok(DenoiseRequest {
+        seed: work.seed,
+        latent_size: ((work.height / SCALE) as usize, (work.width / SCALE) as usize),
+        steps: work.steps as usize,
+        guidance_scale: work.guidance_scale,
+        guidance_rescale: work.guidance_rescale,
+        sampler,
+        schedule,
+        eta: work.eta,
+        strength: work.strength,
+    })
+}
