@@ -32,10 +32,11 @@ const ATTEMPTS: usize = 4;
 
 /// Says what a run of a stage needs on its device.
 pub trait Needs: Send + Sync + 'static {
-    /// Context, weights and working set, as the process holds them while it runs this stage of this request.
-    fn parts(&self, request: &Admitted, stage: Stage) -> Vec<LeasePart>;
-    /// What a finished run measured: the highest bytes of its process.
-    fn measured(&self, request: &Admitted, stage: Stage, peak_bytes: u64, weights_bytes: u64);
+    /// Context, weights and working set, as the process holds them while it runs this stage of this request. `tokens` of
+    /// conditioning over both prompts, where they are known already.
+    fn parts(&self, request: &Admitted, stage: Stage, tokens: Option<u64>) -> Vec<LeasePart>;
+    /// What a finished run measured: the highest bytes of its process, and the weights it holds.
+    fn measured(&self, request: &Admitted, stage: Stage, tokens: Option<u64>, peak_bytes: u64, weights_bytes: u64);
 }
 
 /// A tensor in shared memory, checked.
@@ -146,7 +147,7 @@ impl Dispatcher {
                 tenant: order.tenant.clone(),
                 job: order.job.clone(),
                 holder: format!("{} of {}", crate::workers::stage_name(key.stage), order.request.model.name),
-                parts: self.needs.parts(&order.request, stage),
+                parts: self.needs.parts(&order.request, stage, tokens(order)),
                 shared_memory,
             };
             let granted = tokio::select! {
@@ -192,6 +193,12 @@ impl Dispatcher {
             Err(error) => Err(failed(of_start(order.run.stage, &error))),
         }
     }
+}
+
+/// Tokens of conditioning that a run reads, over both prompts.
+fn tokens(order: &StageOrder<Tensor>) -> Option<u64> {
+    let conditioning = order.inputs.get(&Slot { role: Role::Conditioning, image: None })?;
+    conditioning.header.shape.get(..2).map(|dims| dims.iter().product())
 }
 
 /// The daemon's own inputs of a run: image files.
@@ -384,7 +391,7 @@ impl StageRunner for Dispatcher {
                     return Err(failed(failure(FailureReason::Protocol, stage, message)));
                 }
             };
-            self.needs.measured(&request, stage, done.peak_bytes, done.weights_bytes);
+            self.needs.measured(&request, stage, tokens(&order), done.peak_bytes, done.weights_bytes);
             for note in done.notes {
                 let _ = order.news.send(StageNews::Note(note)).await;
             }

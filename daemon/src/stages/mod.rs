@@ -9,11 +9,13 @@
 
 pub mod dispatch;
 pub mod failure;
+pub mod needs;
 pub mod plan;
 pub mod runner;
 pub mod sizes;
 pub mod task;
 
 pub use dispatch::{Dispatcher, Needs, Tensor};
+pub use needs::DeviceNeeds;
 pub use plan::{Role, Slot, StagePlan, StageRun};
 pub use runner::{Output, StageOrder, StageReport, StageRunner, Stopped};
