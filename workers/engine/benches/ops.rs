@@ -1,8 +1,9 @@
 //! Times every operation at the shapes that matter, and torch beside it.
 //!
-//! `cargo bench -p sd-engine --bench ops -- [--threads=N] [PART OF A NAME]`. With `SDD_PEER_PYTHON` set to a Python that has torch,
+//! `cargo bench -p sd-engine --bench ops -- [--threads=N] [--cpu-time] [PART OF A NAME]`. With `SDD_PEER_PYTHON` set to a Python that has torch,
 //! each case is also timed by `ops_peer.py` in the same run, in turn with ours, in f32 on as many threads. Every figure
-//! is the fastest of many repetitions, since other processes only ever add time.
+//! is the fastest of many repetitions, since other processes only ever add time. On a machine that is busy throughout,
+//! `--cpu-time` compares the processor time of one thread instead.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -247,16 +248,41 @@ impl Case {
     }
 }
 
+/// What a repetition costs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Clock {
+    Wall,
+    /// Of the thread that runs the operation, which must be the only one.
+    Cpu,
+}
+
+impl Clock {
+    fn now(self) -> Duration {
+        let id = match self {
+            Clock::Wall => libc::CLOCK_MONOTONIC,
+            Clock::Cpu => libc::CLOCK_THREAD_CPUTIME_ID,
+        };
+        let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: `now` is a valid place for the result.
+        unsafe { libc::clock_gettime(id, &mut now) };
+        Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+    }
+}
+
 /// The fastest of many runs, for about `budget`.
-fn fastest(run: &(dyn Fn() -> candle_core::Result<Tensor> + Send + Sync), budget: Duration) -> Result<Duration> {
+fn fastest(
+    run: &(dyn Fn() -> candle_core::Result<Tensor> + Send + Sync),
+    budget: Duration,
+    clock: Clock,
+) -> Result<Duration> {
     ops::install(|| {
         let begin = Instant::now();
         let mut best = Duration::MAX;
         let mut runs = 0;
         while runs < 3 || begin.elapsed() < budget {
-            let start = Instant::now();
+            let start = clock.now();
             std::hint::black_box(run()?);
-            best = best.min(start.elapsed());
+            best = best.min(clock.now() - start);
             runs += 1;
         }
         Ok(best)
@@ -285,9 +311,10 @@ impl Peer {
     }
 
     /// Milliseconds by layout.
-    fn time(&mut self, case: &Case, budget: Duration) -> Result<Vec<(String, f64)>> {
+    fn time(&mut self, case: &Case, budget: Duration, clock: Clock) -> Result<Vec<(String, f64)>> {
         let mut request = case.request();
         request["seconds"] = json!(budget.as_secs_f64());
+        request["cpu"] = json!(clock == Clock::Cpu);
         writeln!(self.to, "{request}")?;
         self.to.flush()?;
         let mut line = String::new();
@@ -305,13 +332,19 @@ fn main() -> Result<()> {
     if let Some(n) = std::env::args().find_map(|a| a.strip_prefix("--threads=").map(str::to_owned)) {
         ops::set_threads(n.parse().context("--threads takes a number")?)?;
     }
+    let clock = if std::env::args().any(|a| a == "--cpu-time") {
+        ops::set_threads(1)?;
+        Clock::Cpu
+    } else {
+        Clock::Wall
+    };
     let rounds = 3;
     let budget = Duration::from_millis(150);
     let mut peer = match std::env::var("SDD_PEER_PYTHON") {
         Ok(python) => Some(Peer::start(&python, ops::threads()?)?),
         Err(_) => None,
     };
-    println!("f32, {} threads, fastest of {rounds} rounds of {budget:?}", ops::threads()?);
+    println!("f32, {} threads, {clock:?} time, fastest of {rounds} rounds of {budget:?}", ops::threads()?);
     println!("{:<40} {:>9} {:>8} {:>18} {:>6}", "operation", "ms", "GFLOP/s", "torch ms", "ratio");
     let mut ratios = Vec::new();
     for (title, cases) in [("default model", DEFAULT_MODEL), ("SD1.5 at 512²", SD15)] {
@@ -322,13 +355,13 @@ fn main() -> Result<()> {
             let mut theirs: Option<(String, f64)> = None;
             for _ in 0..rounds {
                 if let Some(peer) = &mut peer {
-                    for (layout, ms) in peer.time(case, budget)? {
+                    for (layout, ms) in peer.time(case, budget, clock)? {
                         if theirs.as_ref().is_none_or(|(_, best)| ms < *best) {
                             theirs = Some((layout, ms));
                         }
                     }
                 }
-                ours = ours.min(fastest(&*run, budget)?);
+                ours = ours.min(fastest(&*run, budget, clock)?);
             }
             let ms = ours.as_secs_f64() * 1e3;
             let rate = case.flops().map_or(String::new(), |f| format!("{:.0}", f / ms / 1e6));

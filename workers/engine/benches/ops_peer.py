@@ -78,12 +78,12 @@ def variants(case):
     return made
 
 
-def fastest(run, seconds):
+def fastest(run, seconds, clock):
     begin, best, runs = time.perf_counter(), float("inf"), 0
     while runs < 3 or time.perf_counter() - begin < seconds:
-        start = time.perf_counter()
+        start = clock()
         run()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock() - start)
         runs += 1
     return best * 1e3
 
@@ -94,7 +94,8 @@ def main():
     with torch.inference_mode():
         for line in sys.stdin:
             case = json.loads(line)
-            times = {name: fastest(run, case["seconds"]) for name, run in variants(case).items()}
+            clock = time.thread_time if case["cpu"] else time.perf_counter
+            times = {name: fastest(run, case["seconds"], clock) for name, run in variants(case).items()}
             print(json.dumps(times), flush=True)
 
 

@@ -1,12 +1,12 @@
 //! Scaled dot-product attention in blocks, with a running softmax: no matrix of all queries by all keys.
 
 use std::cell::RefCell;
-use std::mem::MaybeUninit;
 
 use candle_core::{Result, Tensor, bail};
 
-use super::kernel::{Line, MR, NR, Tile, multiply};
-use super::simd::{LANES, exp, fma, fold, simd, sum_by};
+use super::kernel::{Line, MR, NR, Start, Tile, kernel};
+use super::packed::SharedLines;
+use super::simd::{LANES, exp, fma, fold, simd};
 use super::tensor::{Output, with_storage};
 use super::threads::parallel;
 
@@ -104,6 +104,8 @@ struct Scratch {
     sums: Vec<f32>,
     q_rows: Vec<*const f32>,
     score_rows: Vec<*const f32>,
+    score_targets: Vec<*mut f32>,
+    sum_targets: Vec<*mut f32>,
 }
 
 thread_local! {
@@ -203,15 +205,41 @@ impl Heads<'_> {
         let block = kv_block(d);
         let lines = &packed.lines[head * packed.head..(head + 1) * packed.head];
         let (keys, values) = lines.split_at(packed.keys);
-        let tiles = count.div_ceil(MR);
-        let Scratch { scores, sums, q_rows, score_rows } = scratch;
+        let Scratch { scores, sums, q_rows, score_rows, score_targets, sum_targets } = scratch;
         scores.resize(Q_BLOCK * block.max(scores.len() / Q_BLOCK), 0.0);
         sums.clear();
         sums.resize(Q_BLOCK * d16, 0.0);
         q_rows.clear();
         q_rows.extend((0..count).map(|i| self.q.row(head / self.h, first + i, head % self.h).as_ptr()));
         score_rows.clear();
-        score_rows.extend(scores.chunks_exact(block).take(count).map(|row| row.as_ptr()));
+        score_targets.clear();
+        score_targets.extend(scores.chunks_exact_mut(block).take(count).map(|row| row.as_mut_ptr()));
+        score_rows.extend(score_targets.iter().map(|row| row.cast_const()));
+        sum_targets.clear();
+        sum_targets.extend(sums.chunks_exact_mut(d16).take(count).map(|row| row.as_mut_ptr()));
+        let multiply = |start: Start, rows: &[*const f32], targets: &[*mut f32], at: usize, b: &[Line]| {
+            let whole = kernel(MR, start);
+            let mut tile = Tile {
+                rows: std::ptr::null(),
+                taps: 1,
+                from: 0,
+                len: b.len(),
+                b: b.as_ptr(),
+                c: std::ptr::null(),
+                at,
+                bias: std::ptr::null(),
+            };
+            for (rows, targets) in rows.chunks(MR).zip(targets.chunks(MR)) {
+                (tile.rows, tile.c) = (rows.as_ptr(), targets.as_ptr());
+                // SAFETY: rows of Q have `d` elements, of scores `block`, of sums `d16`; `at` leaves a panel of them.
+                unsafe {
+                    match rows.len() {
+                        MR => whole(&tile),
+                        m => kernel(m, start)(&tile),
+                    }
+                }
+            }
+        };
         let (mut max, mut total) = ([f32::NEG_INFINITY; Q_BLOCK], [0f32; Q_BLOCK]);
         let visible = |i: usize| match self.mask {
             AttentionMask::None => skv,
@@ -221,51 +249,26 @@ impl Heads<'_> {
         for start in (0..end).step_by(block) {
             let len = block.min(end - start);
             for panel in 0..len.div_ceil(NR) {
-                let b = keys[(start / NR + panel) * d..][..d].as_ptr();
-                for tile in 0..tiles {
-                    let c = scores[tile * MR * block + panel * NR..].as_mut_ptr();
-                    let rows = q_rows[tile * MR..].as_ptr();
-                    let part = Tile { rows, taps: 1, from: 0, len: d, b, c, ldc: block };
-                    // SAFETY: rows of Q have `d` elements, the panel was sliced, `block` is a multiple of a panel.
-                    unsafe { multiply(MR.min(count - tile * MR), true, part) };
-                }
+                multiply(Start::Zero, q_rows, score_targets, panel * NR, &keys[(start / NR + panel) * d..][..d]);
             }
             for i in 0..count {
-                let row = &mut scores[i * block..i * block + len];
+                // SAFETY: rows of scores and sums are `block` and `d16` long and disjoint; addresses of all rows were taken
+                // from the vectors above, which are not used themselves until the end.
+                let (row, sums) = unsafe {
+                    let row = std::slice::from_raw_parts_mut(score_targets[i], len);
+                    (row, std::slice::from_raw_parts_mut(sum_targets[i], d16))
+                };
                 let seen = visible(i).saturating_sub(start).min(len);
                 row[seen..].fill(0.0);
                 if seen > 0 {
-                    soften(&mut row[..seen], &mut sums[i * d16..(i + 1) * d16], self.scale, &mut max[i], &mut total[i]);
+                    soften(&mut row[..seen], sums, self.scale, &mut max[i], &mut total[i]);
                 }
             }
             for (p, values) in values.chunks_exact(skv).enumerate() {
-                let b = values[start..start + len].as_ptr();
-                for tile in 0..tiles {
-                    let c = sums[tile * MR * d16 + p * NR..].as_mut_ptr();
-                    let rows = score_rows[tile * MR..].as_ptr();
-                    let part = Tile { rows, taps: 1, from: 0, len, b, c, ldc: d16 };
-                    // SAFETY: rows of scores have `block` elements, the values were sliced, sums have `d16` a row.
-                    unsafe { multiply(MR.min(count - tile * MR), false, part) };
-                }
+                multiply(Start::Load, score_rows, sum_targets, p * NR, &values[start..start + len]);
             }
         }
         total
-    }
-}
-
-#[derive(Clone, Copy)]
-struct SharedLines(*mut Line);
-// SAFETY: a plain address; users take disjoint lines.
-unsafe impl Send for SharedLines {}
-// SAFETY: as above.
-unsafe impl Sync for SharedLines {}
-
-impl SharedLines {
-    /// # Safety
-    /// The lines are within the memory and nobody else uses them.
-    unsafe fn slice<'a>(self, at: usize, len: usize) -> &'a mut [[MaybeUninit<f32>; NR]] {
-        // SAFETY: the caller's promise; a line is its floats, which need no initial value.
-        unsafe { std::slice::from_raw_parts_mut(self.0.add(at).cast(), len) }
     }
 }
 
@@ -283,10 +286,19 @@ fn soften_body<const FMA: bool>(row: &mut [f32], sums: &mut [f32], scale: f32, m
         }
     }
     let new = larger(*max, fold(lanes, larger));
-    for v in row.iter_mut() {
-        *v = exp::<FMA>(fma::<FMA>(*v, scale, -new));
+    let mut lanes = [0f32; LANES];
+    let mut chunks = row.chunks_exact_mut(LANES);
+    for c in &mut chunks {
+        for l in 0..LANES {
+            c[l] = exp::<FMA>(fma::<FMA>(c[l], scale, -new));
+            lanes[l] += c[l];
+        }
     }
-    let sum = sum_by(row, |a, v| a + v);
+    for (lane, v) in lanes.iter_mut().zip(chunks.into_remainder()) {
+        *v = exp::<FMA>(fma::<FMA>(*v, scale, -new));
+        *lane += *v;
+    }
+    let sum = fold(lanes, |a, b| a + b);
     if new == *max {
         *total += sum;
         return;

@@ -74,10 +74,9 @@ fn join(a: &Tensor, b: &Tensor) -> Result<Tensor> {
                 build_rows(rows, width, 300, shape, |first, out| {
                     for (i, out) in out.chunks_exact_mut(width).enumerate() {
                         let row = first + i;
-                        let values = a[row * wa..(row + 1) * wa].iter().chain(&b[row * wb..(row + 1) * wb]);
-                        for (out, &v) in out.iter_mut().zip(values) {
-                            out.write(v);
-                        }
+                        let (to_a, to_b) = out.split_at_mut(wa);
+                        to_a.write_copy_of_slice(&a[row * wa..(row + 1) * wa]);
+                        to_b.write_copy_of_slice(&b[row * wb..(row + 1) * wb]);
                     }
                 })
             }
@@ -99,9 +98,7 @@ pub fn upsample_nearest2x(x: &Tensor) -> Result<Tensor> {
                     // Lines of all images count on, so halving them stays within an image.
                     let (line, col) = ((first + i) / (2 * w), (first + i) % (2 * w));
                     let from = (line / 2 * w + col / 2) * c;
-                    for (out, &v) in out.iter_mut().zip(&x[from..from + c]) {
-                        out.write(v);
-                    }
+                    out.write_copy_of_slice(&x[from..from + c]);
                 }
             })
         }

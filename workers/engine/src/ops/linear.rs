@@ -2,8 +2,9 @@
 
 use candle_core::{D, Result, Tensor, bail};
 
+use super::packed::Packed;
 use super::pointwise::Activation;
-use super::product::{Dense, Epilogue, Packed, product_tensor};
+use super::product::{Dense, Epilogue, product_tensor};
 use super::tensor::with_slice;
 
 /// The parameters of `y = x Wᵀ + b`, packed for the CPU: as many bytes as in the file, rounded up to 16 outputs.
@@ -42,7 +43,7 @@ impl Linear {
 
 /// `act(x Wᵀ + b)` for `x` `[.., K]`, giving `[.., N]`. One row gives the same bytes alone as among others.
 ///
-/// Working set: 7 KiB a thread; a copy of `x` if it is not contiguous.
+/// Working set: at most 20 KiB a thread; a copy of `x` if it is not contiguous.
 ///
 /// # Errors
 /// If the last axis of `x` is not `K`.

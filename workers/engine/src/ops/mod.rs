@@ -15,10 +15,12 @@ mod kernel;
 mod layout;
 mod linear;
 mod norm;
+mod packed;
 mod pointwise;
 mod product;
 mod simd;
 mod tensor;
+mod thin;
 mod threads;
 
 pub use attention::{AttentionMask, attention};

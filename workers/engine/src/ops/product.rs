@@ -1,95 +1,34 @@
 //! Products of rows, read where they lie, with a packed matrix: all linear layers and convolutions.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
 
-use super::kernel::{Line, MR, NR, Tile, multiply};
+use super::kernel::{Line, MR, NR, Start, Tile, kernel};
+use super::packed::{Order, Packed, THIN};
 use super::pointwise::{Activation, activate_in_place};
-use super::tensor::{Output, Shared, to_vec};
+use super::tensor::{Output, Shared};
+use super::thin::{Thin, thin_product};
 use super::threads::{parallel, threads};
-
-/// A matrix `[N, K]` in panels of sixteen rows, `k` by `k`, padded with zeros to whole panels.
-#[derive(Clone)]
-pub(super) struct Packed {
-    lines: std::sync::Arc<[Line]>,
-    bias: Option<std::sync::Arc<[f32]>>,
-    n: usize,
-    k: usize,
-}
-
-impl std::fmt::Debug for Packed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Packed").field("n", &self.n).field("k", &self.k).field("bias", &self.bias.is_some()).finish()
-    }
-}
-
-impl Packed {
-    /// Packs `[n, taps, depth]` given in the order `[n, depth, taps]` (the order of weight files), so that `k` runs over
-    /// depth within taps.
-    pub(super) fn new(weight: &[f32], bias: Option<&Tensor>, n: usize, taps: usize, depth: usize) -> Result<Self> {
-        let k = taps * depth;
-        if weight.len() != n * k || n == 0 || k == 0 {
-            bail!("ops: a weight of {} elements is not {n} × {depth} × {taps}", weight.len());
-        }
-        let bias = match bias {
-            Some(b) if b.dims() == [n] => Some(to_vec(b)?.into()),
-            Some(b) => bail!("ops: bias {:?} does not fit {n} outputs", b.shape()),
-            None => None,
-        };
-        let mut lines = vec![Line([0.0; NR]); n.div_ceil(NR) * k];
-        let shared = SharedLines(lines.as_mut_ptr());
-        parallel(n.div_ceil(NR), n * k, |panel| {
-            // SAFETY: panels are disjoint ranges of `lines`.
-            let lines = unsafe { shared.panel(panel, k) };
-            let rows = &weight[panel * NR * k..(n * k).min((panel + 1) * NR * k)];
-            for d in 0..depth {
-                for t in 0..taps {
-                    for (out, row) in lines[t * depth + d].0.iter_mut().zip(rows.chunks_exact(k)) {
-                        *out = row[d * taps + t];
-                    }
-                }
-            }
-        })?;
-        Ok(Self { lines: lines.into(), bias, n, k })
-    }
-
-    pub(super) fn n(&self) -> usize {
-        self.n
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        size_of_val(&*self.lines) + self.bias.as_ref().map_or(0, |b| size_of_val(&**b))
-    }
-}
-
-#[derive(Clone, Copy)]
-struct SharedLines(*mut Line);
-// SAFETY: a plain address; users take disjoint panels.
-unsafe impl Send for SharedLines {}
-// SAFETY: as above.
-unsafe impl Sync for SharedLines {}
-
-impl SharedLines {
-    /// # Safety
-    /// The panel is within the memory and nobody else uses it.
-    unsafe fn panel<'a>(self, panel: usize, k: usize) -> &'a mut [Line] {
-        // SAFETY: the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.0.add(panel * k), k) }
-    }
-}
 
 /// Where the rows of A lie.
 ///
 /// # Safety
-/// `locate` writes `taps` addresses of `depth` readable floats that live as long as `self` borrows them.
+/// `locate` fills the table with addresses of `depth` readable floats that live as long as `self` borrows them.
 pub(super) unsafe trait Rows: Sync {
     /// How many pieces a row has.
     fn taps(&self) -> usize;
     /// How many elements each piece has.
     fn depth(&self) -> usize;
-    /// Writes the address of piece `t` of row `row` to `to[t · step]`.
-    fn locate(&self, row: usize, to: &mut [*const f32], step: usize);
+    /// Writes the address of piece `t` of row `range.start + i` to `table[slot(i, t, taps)]`.
+    fn locate(&self, range: Range<usize>, table: &mut [*const f32]);
+}
+
+/// Where the address of tap `t` of row `i` stands in a table: by tiles of [`MR`] rows, then taps, then rows.
+#[inline(always)]
+pub(super) fn slot(i: usize, t: usize, taps: usize) -> usize {
+    (i / MR * taps + t) * MR + i % MR
 }
 
 /// Rows one behind the other.
@@ -104,7 +43,7 @@ impl<'a> Dense<'a> {
     }
 }
 
-// SAFETY: the address is that of a checked slice of `width` elements.
+// SAFETY: addresses are those of whole rows of a checked slice.
 unsafe impl Rows for Dense<'_> {
     fn taps(&self) -> usize {
         1
@@ -114,8 +53,11 @@ unsafe impl Rows for Dense<'_> {
         self.width
     }
 
-    fn locate(&self, row: usize, to: &mut [*const f32], _step: usize) {
-        to[0] = self.data[row * self.width..(row + 1) * self.width].as_ptr();
+    fn locate(&self, range: Range<usize>, table: &mut [*const f32]) {
+        let rows = self.data[range.start * self.width..range.end * self.width].chunks_exact(self.width);
+        for (to, row) in table.iter_mut().zip(rows) {
+            *to = row.as_ptr();
+        }
     }
 }
 
@@ -128,17 +70,22 @@ pub(super) struct Epilogue<'a> {
 
 /// Rows that are computed together: they share a pass over the packed matrix, and their inputs stay in the second cache.
 const ROW_BLOCK: usize = 96;
-/// How much of `k` is multiplied at a time, so that a panel's part (16 KiB) stays in the first cache.
+/// How much of `k` is multiplied at a time, so that a panel's part stays in the first cache.
 const K_BLOCK: usize = 256;
-
 /// Pieces shorter than this are copied together first, so that the kernel does not start anew every few elements.
 const SHALLOW: usize = 16;
 
 #[derive(Default)]
 struct Scratch {
     table: Vec<*const f32>,
+    targets: Vec<*mut f32>,
     gathered: Vec<f32>,
     sums: Vec<f32>,
+    sum_rows: Vec<*mut f32>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
 }
 
 impl Scratch {
@@ -148,29 +95,26 @@ impl Scratch {
     /// The table holds `taps` addresses of `depth` floats for each of `count` rows.
     unsafe fn gather(&mut self, count: usize, taps: usize, depth: usize) -> (usize, usize) {
         let k = taps * depth;
-        self.gathered.clear();
-        self.gathered.reserve(count * k);
-        for row in 0..count {
-            for tap in 0..taps {
-                let at = self.table[row / MR * taps * MR + tap * MR + row % MR];
-                // SAFETY: the caller's promise.
-                self.gathered.extend_from_slice(unsafe { std::slice::from_raw_parts(at, depth) });
+        self.gathered.resize(self.gathered.len().max(count * k), 0.0);
+        for (i, row) in self.gathered.chunks_exact_mut(k).take(count).enumerate() {
+            for (t, to) in row.chunks_exact_mut(depth).enumerate() {
+                let from = self.table[slot(i, t, taps)];
+                for (d, to) in to.iter_mut().enumerate() {
+                    // SAFETY: the caller's promise.
+                    *to = unsafe { *from.add(d) };
+                }
             }
         }
-        for row in 0..count {
-            self.table[row] = self.gathered[row * k..(row + 1) * k].as_ptr();
+        for (to, row) in self.table.iter_mut().zip(self.gathered.chunks_exact(k)).take(count) {
+            *to = row.as_ptr();
         }
         (1, k)
     }
 }
 
-thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
-}
-
 /// Writes `rows · packedᵀ` to `out`; `place(row)` is the index in `out` of the first element of a row's result.
 ///
-/// Working set: per thread 96 rows × (64 bytes + 8 bytes per tap).
+/// Working set: per thread up to 192 rows × (80 bytes + 8 bytes per tap), and `192 · 4 · k` if the depth is below 16.
 ///
 /// # Safety
 /// For every row, `out` from `place(row)` on holds `n` elements that nobody else uses, and so does the residual.
@@ -182,45 +126,43 @@ pub(super) unsafe fn product(
     out: Shared,
     place: &(dyn Fn(usize) -> usize + Sync),
 ) -> Result<()> {
-    debug_assert_eq!(rows.taps() * rows.depth(), packed.k);
+    if (rows.taps(), rows.depth()) != (packed.taps(), packed.depth()) {
+        bail!("ops: rows of {} × {} do not fit {packed:?}", rows.taps(), rows.depth());
+    }
     if count == 0 {
         return Ok(());
     }
-    let panels = packed.n.div_ceil(NR);
+    let panels = packed.n().div_ceil(NR);
     let threads = threads()?;
     // Whole passes over the matrix while rows are many; else its panels are divided too, each read by one thread.
     let row_block = count.div_ceil(threads).next_multiple_of(MR).min(ROW_BLOCK);
     let row_blocks = count.div_ceil(row_block);
-    let (row_block, row_blocks, splits) = if row_blocks >= 4 * threads || threads == 1 {
+    let (row_block, row_blocks, splits) = if row_blocks >= 4 * threads || threads == 1 || panels == 1 {
         (row_block, row_blocks, 1)
     } else {
         let blocks = count.div_ceil(2 * ROW_BLOCK);
         let block = count.div_ceil(blocks).next_multiple_of(MR);
         (block, count.div_ceil(block), (4 * threads).min(panels))
     };
-    let cost = count * packed.n * packed.k / 40;
+    let cost = count * packed.n() * packed.k() / 40;
     parallel(row_blocks * splits, cost, |task| {
         let (block, split) = (task % row_blocks, task / row_blocks);
         let first = block * row_block;
         let range = first..count.min(first + row_block);
-        SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: blocks are disjoint in rows or panels, and the caller's promise.
-            unsafe {
-                let panels = split * panels / splits..(split + 1) * panels / splits;
-                multiply_block(rows, range, packed, panels, epilogue, out, place, scratch);
-            }
-        });
+        let panels = split * panels / splits..(split + 1) * panels / splits;
+        // SAFETY: blocks are disjoint in rows or panels, and the caller's promise.
+        SCRATCH.with_borrow_mut(|s| unsafe { block_product(rows, range, packed, panels, epilogue, out, place, s) });
     })
 }
 
 /// # Safety
 /// As [`product`], for the rows and panels given.
 #[allow(clippy::too_many_arguments)]
-unsafe fn multiply_block(
+unsafe fn block_product(
     rows: &dyn Rows,
-    range: std::ops::Range<usize>,
+    range: Range<usize>,
     packed: &Packed,
-    panels: std::ops::Range<usize>,
+    panels: Range<usize>,
     epilogue: Epilogue<'_>,
     out: Shared,
     place: &(dyn Fn(usize) -> usize + Sync),
@@ -230,72 +172,123 @@ unsafe fn multiply_block(
     let tiles = count.div_ceil(MR);
     scratch.table.clear();
     scratch.table.resize(tiles * taps * MR, std::ptr::null());
-    for (i, row) in range.clone().enumerate() {
-        rows.locate(row, &mut scratch.table[i / MR * taps * MR + i % MR..(i / MR + 1) * taps * MR], MR);
+    rows.locate(range.clone(), &mut scratch.table);
+    scratch.targets.clear();
+    // SAFETY: the caller's promise.
+    scratch.targets.extend(range.clone().map(|row| unsafe { out.at(place(row)) }));
+    match packed.order() {
+        Order::Thin(weight) => {
+            scratch.sums.resize(scratch.sums.len().max(count * NR), 0.0);
+            let line = packed.bias_line(0);
+            let mut thin = Thin {
+                table: &scratch.table,
+                taps,
+                depth,
+                weight,
+                n: packed.n(),
+                bias: std::array::from_fn(|n| line.0[n]),
+                sums: &mut scratch.sums,
+                count,
+            };
+            thin_product(&mut thin);
+            copy_out(&scratch.sums, THIN, &scratch.targets, 0, packed.n());
+        }
+        Order::Panels(lines) => {
+            let (taps, depth) = if taps > 1 && depth < SHALLOW {
+                // SAFETY: the table was filled by `locate` just now.
+                unsafe { scratch.gather(count, taps, depth) }
+            } else {
+                (taps, depth)
+            };
+            for panel in panels.clone() {
+                let lines = &lines[panel * packed.k()..(panel + 1) * packed.k()];
+                let bias = packed.bias_line(panel * NR);
+                // SAFETY: the table and the targets hold this block's rows.
+                unsafe { panel_product(scratch, lines, &bias, panel * NR, packed.n(), taps, depth) };
+            }
+        }
     }
-    let (taps, depth) = if taps > 1 && depth < SHALLOW {
-        // SAFETY: the table was filled by `locate` just now.
-        unsafe { scratch.gather(count, taps, depth) }
-    } else {
-        (taps, depth)
+    if epilogue.act == Activation::None && epilogue.residual.is_none() {
+        return;
+    }
+    let columns = panels.start * NR..packed.n().min(panels.end * NR);
+    for row in range {
+        let at = place(row) + columns.start;
+        // SAFETY: these elements were written just now, and the caller's promise.
+        let values = unsafe { std::slice::from_raw_parts_mut(out.at(at), columns.len()) };
+        activate_in_place(values, epilogue.act);
+        if let Some(residual) = epilogue.residual {
+            for (v, r) in values.iter_mut().zip(&residual[at..at + columns.len()]) {
+                *v += r;
+            }
+        }
+    }
+}
+
+/// One panel of sixteen columns from `at` on, for all rows in the scratch.
+///
+/// # Safety
+/// The table holds `taps` addresses of `depth` floats for each target, and each target `n` floats.
+unsafe fn panel_product(
+    scratch: &mut Scratch,
+    lines: &[Line],
+    bias: &Line,
+    at: usize,
+    n: usize,
+    taps: usize,
+    depth: usize,
+) {
+    let count = scratch.targets.len();
+    // A panel that is wider than what is left goes through memory of its own.
+    let aside = n - at < NR;
+    if aside {
+        scratch.sums.resize(scratch.sums.len().max(count * NR), 0.0);
+        scratch.sum_rows.clear();
+        scratch.sum_rows.extend(scratch.sums.chunks_exact_mut(NR).take(count).map(|row| row.as_mut_ptr()));
+    }
+    let (targets, at_target) = if aside { (&scratch.sum_rows, 0) } else { (&scratch.targets, at) };
+    let multiply = |tap: usize, taps_now: usize, from: usize, len: usize| {
+        let b = lines[tap * depth + from..(tap + taps_now - 1) * depth + from + len].as_ptr();
+        let start = if tap == 0 && from == 0 { Start::Bias } else { Start::Load };
+        let whole = kernel(MR, start);
+        let mut tile =
+            Tile { rows: std::ptr::null(), taps: taps_now, from, len, b, c: std::ptr::null(), at: at_target, bias };
+        for (i, targets) in targets.chunks(MR).enumerate() {
+            tile.rows = scratch.table[(i * taps + tap) * MR..].as_ptr();
+            tile.c = targets.as_ptr();
+            // SAFETY: the caller's promise for rows and targets; `b` and the sums were sliced above.
+            unsafe {
+                match targets.len() {
+                    MR => whole(&tile),
+                    m => kernel(m, start)(&tile),
+                }
+            }
+        }
     };
-    scratch.sums.resize(scratch.sums.len().max(count * NR), 0.0);
-    let sums = &mut scratch.sums[..count * NR];
-    for panel in panels {
-        let n = panel * NR;
-        let width = NR.min(packed.n - n);
-        let mut start = [0f32; NR];
-        if let Some(bias) = &packed.bias {
-            start[..width].copy_from_slice(&bias[n..n + width]);
+    if depth <= K_BLOCK {
+        let at_once = (K_BLOCK / depth).max(1);
+        for tap in (0..taps).step_by(at_once) {
+            multiply(tap, at_once.min(taps - tap), 0, depth);
         }
-        for row in sums.chunks_exact_mut(NR) {
-            row.copy_from_slice(&start);
-        }
-        let lines = &packed.lines[panel * packed.k..(panel + 1) * packed.k];
-        let mut multiply_part = |tap: usize, taps_now: usize, from: usize, len: usize| {
-            let b = lines[tap * depth + from..(tap + taps_now - 1) * depth + from + len].as_ptr();
-            for tile in 0..tiles {
-                let table = &scratch.table[tile * taps * MR + tap * MR..];
-                // SAFETY: `locate` gave `depth` floats for each of these taps; `b` and the sums were sliced above.
-                unsafe {
-                    let c = sums.as_mut_ptr().add(tile * MR * NR);
-                    let tile_rows = MR.min(count - tile * MR);
-                    let part = Tile { rows: table.as_ptr(), taps: taps_now, from, len, b, c, ldc: NR };
-                    multiply(tile_rows, false, part);
-                }
-            }
-        };
-        if depth <= K_BLOCK {
-            let at_once = (K_BLOCK / depth).max(1);
-            for tap in (0..taps).step_by(at_once) {
-                multiply_part(tap, at_once.min(taps - tap), 0, depth);
-            }
-        } else {
-            let len = depth.div_ceil(depth.div_ceil(K_BLOCK));
-            for tap in 0..taps {
-                for from in (0..depth).step_by(len) {
-                    multiply_part(tap, 1, from, len.min(depth - from));
-                }
+    } else {
+        let len = depth.div_ceil(depth.div_ceil(K_BLOCK));
+        for tap in 0..taps {
+            for from in (0..depth).step_by(len) {
+                multiply(tap, 1, from, len.min(depth - from));
             }
         }
-        activate_in_place(sums, epilogue.act);
-        for (i, row) in range.clone().enumerate() {
-            let at = place(row) + n;
-            let sums = &sums[i * NR..i * NR + width];
-            // SAFETY: the caller's promise.
-            let to = unsafe { out.slice(at, width) };
-            match epilogue.residual {
-                None => {
-                    for (to, &v) in to.iter_mut().zip(sums) {
-                        to.write(v);
-                    }
-                }
-                Some(residual) => {
-                    for ((to, &v), &r) in to.iter_mut().zip(sums).zip(&residual[at..at + width]) {
-                        to.write(v + r);
-                    }
-                }
-            }
+    }
+    if aside {
+        copy_out(&scratch.sums, NR, &scratch.targets, at, n - at);
+    }
+}
+
+/// Copies the first `width` of each `stride` sums to its target from `at` on.
+fn copy_out(sums: &[f32], stride: usize, targets: &[*mut f32], at: usize, width: usize) {
+    for (sums, target) in sums.chunks_exact(stride).zip(targets) {
+        for (i, &v) in sums[..width].iter().enumerate() {
+            // SAFETY: callers have targets of at least `at + width` elements.
+            unsafe { target.add(at + i).write(v) };
         }
     }
 }
@@ -308,7 +301,7 @@ pub(super) fn product_tensor(
     epilogue: Epilogue<'_>,
     shape: Vec<usize>,
 ) -> Result<Tensor> {
-    let n = packed.n;
+    let n = packed.n();
     if let Some(r) = epilogue.residual
         && r.len() != count * n
     {
