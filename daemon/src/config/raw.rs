@@ -1,0 +1,147 @@
+//! The configuration as it is written: every key once, every value optional, unknown keys refused.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::Deserialize;
+
+use super::values::{ByteSize, OneOrMany, Span};
+
+/// One layer of configuration, or all of them merged. The documentation of each key is in [`KEYS`].
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[allow(missing_docs)]
+pub struct Raw {
+    pub listen: Option<OneOrMany>,
+    pub insecure_listen: Option<bool>,
+    pub socket_mode: Option<String>,
+    pub runtime_dir: Option<PathBuf>,
+    pub cache_dir: Option<PathBuf>,
+    pub lock_dir: Option<PathBuf>,
+    pub models_dir: Option<PathBuf>,
+    pub default_model: Option<String>,
+    pub models: BTreeMap<String, PathBuf>,
+    pub threads: Option<u32>,
+    pub worker_binary: Option<PathBuf>,
+    pub devices: BTreeMap<String, RawDevice>,
+    pub deadlines: RawDeadlines,
+    pub limits: RawLimits,
+    pub log: RawLog,
+}
+
+/// `[devices.ID]`.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[allow(missing_docs)]
+pub struct RawDevice {
+    pub budget: Option<ByteSize>,
+}
+
+/// `[deadlines]`.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[allow(missing_docs)]
+pub struct RawDeadlines {
+    pub handshake: Option<Span>,
+    pub pulse_interval: Option<Span>,
+    pub pulse: Option<Span>,
+    pub progress: Option<Span>,
+    pub cancel: Option<Span>,
+    pub retire: Option<Span>,
+    pub inspect: Option<Span>,
+    pub drain: Option<Span>,
+    pub stop: Option<Span>,
+}
+
+/// `[limits]`.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[allow(missing_docs)]
+pub struct RawLimits {
+    pub prompt_bytes: Option<ByteSize>,
+    pub steps: Option<u32>,
+    pub count: Option<u32>,
+    pub edge: Option<u32>,
+    pub image_file_bytes: Option<ByteSize>,
+    pub queued_jobs: Option<u32>,
+    pub queued_jobs_per_tenant: Option<u32>,
+    pub running_jobs: Option<u32>,
+    pub ended_jobs: Option<u32>,
+    pub ended_bytes: Option<ByteSize>,
+    pub shared_memory: Option<ByteSize>,
+}
+
+/// `[log]`.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[allow(missing_docs)]
+pub struct RawLog {
+    pub filter: Option<String>,
+    pub format: Option<String>,
+}
+
+/// How a value is written in the environment and on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// As it is.
+    Text,
+    /// Several, between commas.
+    List,
+    /// A whole number.
+    Number,
+    /// `true` or `false`.
+    Switch,
+}
+
+/// A key that can be set everywhere: in the file, as `SDD_KEY` with dots as underscores, and by `--set KEY=VALUE`.
+#[derive(Debug, Clone, Copy)]
+pub struct Key {
+    /// With dots between tables.
+    pub name: &'static str,
+    /// How it is written outside the file.
+    pub kind: Kind,
+    /// What it does.
+    pub help: &'static str,
+}
+
+const fn key(name: &'static str, kind: Kind, help: &'static str) -> Key {
+    Key { name, kind, help }
+}
+
+/// Every key with a fixed name, in the order in which they are printed. `[models]` (name = folder) comes on top.
+pub const KEYS: [Key; 34] = [
+    key("listen", Kind::List, "where clients connect: unix:PATH or HOST:PORT (port 0: any free one), several possible"),
+    key("insecure_listen", Kind::Switch, "allow HOST:PORT beyond this host, although clients are not authenticated yet"),
+    key("socket_mode", Kind::Text, "permissions of the Unix socket, octal"),
+    key("runtime_dir", Kind::Text, "folder of the sockets, entered by this user alone"),
+    key("cache_dir", Kind::Text, "where the model that is built in is written to"),
+    key("lock_dir", Kind::Text, "host-wide folder of the locks on devices; the same for every user of a host"),
+    key("models_dir", Kind::Text, "folder whose subfolders are models, named as they are"),
+    key("default_model", Kind::Text, "the model of requests that name none"),
+    key("threads", Kind::Number, "threads that compute on the CPU"),
+    key("worker_binary", Kind::Text, "the worker program; default: beside sdd, then in PATH"),
+    key("devices.cpu.budget", Kind::Text, "bytes that workers may hold on the CPU, as in 8GiB; default: from what is free"),
+    key("deadlines.handshake", Kind::Text, "from a worker's start to its hello"),
+    key("deadlines.pulse_interval", Kind::Text, "how often a worker shows that it lives"),
+    key("deadlines.pulse", Kind::Text, "silence after which a worker is taken for frozen and killed"),
+    key("deadlines.progress", Kind::Text, "least time without progress after which a task is taken for hung"),
+    key("deadlines.cancel", Kind::Text, "what a worker may take to stop a cancelled task"),
+    key("deadlines.retire", Kind::Text, "what a worker may take to exit when it is retired"),
+    key("deadlines.inspect", Kind::Text, "what an inspection of a model folder may take"),
+    key("deadlines.drain", Kind::Text, "what accepted jobs may take after SIGTERM, before they are cancelled"),
+    key("deadlines.stop", Kind::Text, "what workers may take from SIGTERM to their end, before SIGKILL"),
+    key("limits.prompt_bytes", Kind::Text, "bytes of a prompt"),
+    key("limits.steps", Kind::Number, "denoising steps of a request"),
+    key("limits.count", Kind::Number, "images of a request"),
+    key("limits.edge", Kind::Number, "edge of an image in pixels"),
+    key("limits.image_file_bytes", Kind::Text, "bytes of an image file in a request"),
+    key("limits.queued_jobs", Kind::Number, "jobs that may wait"),
+    key("limits.queued_jobs_per_tenant", Kind::Number, "jobs of one client that may wait"),
+    key("limits.running_jobs", Kind::Number, "jobs whose stages run by turns"),
+    key("limits.ended_jobs", Kind::Number, "ended jobs that can still be looked up"),
+    key("limits.ended_bytes", Kind::Text, "bytes of pictures kept of ended jobs"),
+    key("limits.shared_memory", Kind::Text, "bytes of shared memory for tensors; default: what /dev/shm has free"),
+    key("log.filter", Kind::Text, "what is logged, as RUST_LOG says it: info, sdd=debug, …"),
+    key("log.format", Kind::Text, "text or json"),
+    key("models", Kind::Text, "table of name = folder; on the command line --model NAME=FOLDER"),
+];
