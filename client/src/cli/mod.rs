@@ -1,0 +1,68 @@
+//! The command line: one module a subcommand, and what they share.
+
+mod args;
+mod completions;
+mod control;
+mod doctor;
+mod follow;
+mod generate;
+mod human;
+mod input;
+mod interrupts;
+mod json;
+mod lists;
+mod machine;
+mod naming;
+mod progress;
+mod report;
+mod screen;
+mod show;
+mod table;
+mod watch;
+
+use clap::Parser as _;
+use sd_proto::exit::ProgramExit;
+
+use args::{Arguments, Command};
+use report::Trouble;
+
+/// Parses the command line, runs it, prints what went wrong, and gives the exit code.
+pub(crate) fn main() -> ProgramExit {
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            let _ = error.print();
+            return if error.use_stderr() { ProgramExit::Usage } else { ProgramExit::Success };
+        }
+    };
+    let json = arguments.global.json;
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return Trouble::internal(format!("cannot start the runtime: {error}")).print(json),
+    };
+    let result = runtime.block_on(dispatch(arguments));
+    // A blocked read of stdin must not hold the program.
+    runtime.shutdown_background();
+    match result {
+        Ok(exit) => exit,
+        Err(trouble) => trouble.print(json),
+    }
+}
+
+async fn dispatch(arguments: Arguments) -> Result<ProgramExit, Trouble> {
+    let global = &arguments.global;
+    match arguments.command {
+        Command::Generate(args) => generate::run(global, *args).await,
+        Command::Watch(args) => watch::run(global, args).await,
+        Command::Models => lists::models(global).await,
+        Command::Inspect(args) => lists::inspect(global, &args.model).await,
+        Command::Jobs(args) => lists::jobs(global, args).await,
+        Command::Ps => lists::workers(global).await,
+        Command::Leases => lists::leases(global).await,
+        Command::Status => control::status(global).await,
+        Command::Cancel(args) => control::cancel(global, &args.job).await,
+        Command::Drain(args) => control::drain(global, args).await,
+        Command::Doctor(args) => doctor::run(global, args).await,
+        Command::Completions(args) => completions::run(args),
+    }
+}
