@@ -201,3 +201,161 @@ fn record(request: &Admitted, index: u32) -> Value {
         },
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::jobs::fixtures;
+    use crate::jobs::request::InitialImage;
+    use std::collections::BTreeMap;
+
+    fn pixels(width: u32, height: u32) -> Pixels {
+        let rgb = (0..3 * width * height).map(|i| (i * 7 % 251) as u8).collect();
+        Pixels { width, height, rgb }
+    }
+
+    /// Text chunks as a reader finds them: keyword, kind, text.
+    fn chunks(png: &[u8]) -> Vec<(String, &'static str, String)> {
+        let reader = png::Decoder::new(std::io::Cursor::new(png)).read_info().unwrap();
+        let info = reader.info();
+        let latin = info.uncompressed_latin1_text.iter().map(|c| (c.keyword.clone(), "tEXt", c.text.clone()));
+        let unicode = info.utf8_text.iter().map(|c| (c.keyword.clone(), "iTXt", c.get_text().unwrap()));
+        latin.chain(unicode).collect()
+    }
+
+    /// Reads a parameters text the way the web UIs do: the last line holds `name: value` pairs, a value being a JSON string
+    /// or everything up to the next comma; of the lines before, what follows "Negative prompt:" is the negative prompt.
+    fn read_back(text: &str) -> (String, String, BTreeMap<String, String>) {
+        let mut lines: Vec<&str> = text.trim().split('\n').collect();
+        let mut rest = lines.pop().unwrap();
+        let mut fields = BTreeMap::new();
+        while !rest.is_empty() {
+            let (name, value) = rest.split_once(':').unwrap();
+            let value = value.trim_start();
+            let (value, after) = if value.starts_with('"') {
+                let mut stream = serde_json::Deserializer::from_str(value).into_iter::<String>();
+                let text = stream.next().unwrap().unwrap();
+                (text, &value[stream.byte_offset()..])
+            } else {
+                let end = value.find(',').unwrap_or(value.len());
+                (value[..end].to_owned(), &value[end..])
+            };
+            fields.insert(name.trim().to_owned(), value);
+            rest = after.strip_prefix(',').unwrap_or(after);
+        }
+        let (mut prompt, mut negative, mut in_negative) = (Vec::new(), Vec::new(), false);
+        for line in lines {
+            match line.trim().strip_prefix("Negative prompt:") {
+                Some(first) => {
+                    in_negative = true;
+                    negative.push(first.trim());
+                }
+                None if in_negative => negative.push(line.trim()),
+                None => prompt.push(line.trim()),
+            }
+        }
+        (prompt.join("\n"), negative.join("\n"), fields)
+    }
+
+    #[test]
+    fn the_web_uis_read_the_parameters_back() {
+        let mut request = fixtures::admitted();
+        request.prompt = "a red heart, (shiny:1.2)\nsecond line".into();
+        request.negative_prompt = "blurry, bad: very".into();
+        request.sampler = Sampler::Dpmpp2m;
+        request.schedule = Schedule::Karras;
+        request.clip_skip = 2;
+        let picture = encode(&pixels(16, 8), &request, 2).unwrap();
+        let (prompt, negative, fields) = read_back(&picture.parameters);
+        assert_eq!(prompt, request.prompt);
+        assert_eq!(negative, request.negative_prompt);
+        let expected = [
+            ("Steps", "20"),
+            ("Sampler", "DPM++ 2M"),
+            ("Schedule type", "Karras"),
+            ("CFG scale", "4"),
+            ("Seed", "3"),
+            ("Size", "256x192"),
+            ("Model", "default"),
+            ("Clip skip", "2"),
+        ];
+        for (name, value) in expected {
+            assert_eq!(fields.get(name).map(String::as_str), Some(value), "{name} in {}", picture.parameters);
+        }
+        let first = "a red heart, (shiny:1.2)\nsecond line\nNegative prompt: blurry, bad: very\nSteps: 20, Sampler: DPM++ 2M, \
+                     Schedule type: Karras, CFG scale: 4, Seed: 3, Size: 256x192, Model: default, Clip skip: 2, Version: sdd ";
+        assert!(picture.parameters.starts_with(first), "{}", picture.parameters);
+    }
+
+    #[test]
+    fn a_value_with_a_comma_is_quoted_and_read_back_whole() {
+        let mut request = fixtures::admitted();
+        request.model = std::sync::Arc::new(crate::models::Model {
+            name: "mine, \"the best\": v2".into(),
+            ..crate::models::Model::clone(&request.model)
+        });
+        let (_, _, fields) = read_back(&parameters(&request, 0));
+        assert_eq!(fields["Model"], "mine, \"the best\": v2");
+        assert_eq!(fields["Steps"], "20");
+    }
+
+    #[test]
+    fn latin_text_goes_into_a_text_chunk_and_all_else_into_an_international_one() {
+        let mut request = fixtures::admitted();
+        for (prompt, kind) in [("café à la crème", "tEXt"), ("a 🍕 and 猫", "iTXt")] {
+            request.prompt = prompt.into();
+            let picture = encode(&pixels(8, 8), &request, 0).unwrap();
+            let chunks = chunks(&picture.png);
+            let (_, found, text) = chunks.iter().find(|(keyword, _, _)| keyword == "parameters").unwrap();
+            assert_eq!((*found, text), (kind, &picture.parameters));
+            assert!(text.starts_with(prompt));
+        }
+    }
+
+    #[test]
+    fn the_record_holds_the_whole_request_and_no_image_bytes() {
+        let mut request = fixtures::admitted();
+        request.count = 4;
+        let (image, mask) = (ImageFile::new(&[7; 1000]), ImageFile::new(b"mask"));
+        request.initial = Some(InitialImage { image: image.clone(), mask: Some(mask), strength: 0.75 });
+        let picture = encode(&pixels(8, 8), &request, 1).unwrap();
+        let chunks = chunks(&picture.png);
+        let (_, kind, text) = chunks.iter().find(|(keyword, _, _)| keyword == "sd").unwrap();
+        assert_eq!(*kind, "iTXt");
+        let record: Value = serde_json::from_str(text).unwrap();
+        assert_eq!(record["request"]["prompt"], "a red heart");
+        assert_eq!(record["request"]["seed"], 2);
+        assert_eq!(record["request"]["count"], 1);
+        assert_eq!(record["request"]["strength"], 0.75);
+        assert_eq!(record["request"]["init_image"], json!({"bytes": 1000, "sha256": image.sha256()}));
+        assert_eq!(record["request"]["mask"]["bytes"], 4);
+        assert_eq!(record["seed"], 2);
+        assert_eq!(record["model"]["fingerprint"], request.model.report.fingerprint);
+        assert_eq!(record["plan"]["dtype"], "f32");
+        assert!(picture.parameters.contains("Denoising strength: 0.75"));
+    }
+
+    #[test]
+    fn image_two_of_a_call_is_the_file_of_a_call_with_its_seed() {
+        let (mut two, mut one) = (fixtures::admitted(), fixtures::admitted());
+        (two.count, two.seed) = (2, 41);
+        (one.count, one.seed) = (1, 42);
+        let (of_two, of_one) = (encode(&pixels(24, 16), &two, 1).unwrap(), encode(&pixels(24, 16), &one, 0).unwrap());
+        assert!(of_two == of_one);
+    }
+
+    #[test]
+    fn the_pixels_survive() {
+        let pixels = pixels(40, 24);
+        let picture = encode(&pixels, &fixtures::admitted(), 0).unwrap();
+        let mut reader = png::Decoder::new(std::io::Cursor::new(&picture.png)).read_info().unwrap();
+        let mut read = vec![0; reader.output_buffer_size().unwrap()];
+        let info = reader.next_frame(&mut read).unwrap();
+        assert_eq!((info.width, info.height, info.color_type), (40, 24, png::ColorType::Rgb));
+        assert!(read == pixels.rgb);
+
+        let short = Pixels { width: 41, ..pixels };
+        let error = encode(&short, &fixtures::admitted(), 0).unwrap_err();
+        assert!(matches!(error, PictureError::Size { expected: 2952, found: 2880, .. }), "{error}");
+    }
+}

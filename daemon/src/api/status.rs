@@ -6,7 +6,7 @@
 //! | too large for the budget | `INVALID_ARGUMENT` + `BadRequest` | `DOES_NOT_FIT` |
 //! | unknown model | `NOT_FOUND` | `UNKNOWN_MODEL` |
 //! | model's files cannot be read or used | `FAILED_PRECONDITION` | `MODEL` |
-//! | the inspection itself failed | `INTERNAL` | `INTERNAL` |
+//! | inspection or check itself failed | `INTERNAL` | `INTERNAL` |
 //! | a path from somebody else | `PERMISSION_DENIED` | `PATH_NOT_ALLOWED` |
 //! | not the operator | `PERMISSION_DENIED` | `OPERATOR_ONLY` |
 //! | no such job, or another tenant's | `NOT_FOUND` | `UNKNOWN_JOB` |
@@ -42,6 +42,9 @@ pub fn of_admission(error: &AdmissionError) -> Status {
             Status::with_error_details(Code::PermissionDenied, error.to_string(), details("PATH_NOT_ALLOWED", &[]))
         }
         AdmissionError::DoesNotFit(numbers) => does_not_fit(numbers),
+        AdmissionError::Broken(_) => {
+            Status::with_error_details(Code::Internal, error.to_string(), details("INTERNAL", &[]))
+        }
     }
 }
 

@@ -42,6 +42,9 @@ pub enum AdmissionError {
     /// A stage would need more than the device's whole budget.
     #[error("{0}")]
     DoesNotFit(Box<DoesNotFit>),
+    /// The check itself broke.
+    #[error("the request could not be checked: {0}: this is a bug of sdd")]
+    Broken(String),
 }
 
 /// A size that is too large for the budget, with the numbers.
@@ -170,7 +173,16 @@ impl Admission {
         let model = self.model(&request.model, asker).await?;
         let plan = self.fits.numeric_plan(&model);
         let seed = request.seed.unwrap_or_else(draw_seed);
-        let admitted = complete(request, model, plan, seed, &self.limits).map_err(AdmissionError::Invalid)?;
+        let limits = self.limits.clone();
+        let completed = if request.init_image.is_empty() {
+            complete(request, model, plan, seed, &limits)
+        } else {
+            // Hashing and copying megabytes is not for a thread that serves others.
+            tokio::task::spawn_blocking(move || complete(request, model, plan, seed, &limits))
+                .await
+                .map_err(|error| AdmissionError::Broken(error.to_string()))?
+        };
+        let admitted = completed.map_err(AdmissionError::Invalid)?;
         let grouping = self.check_fit(&admitted).map_err(|error| AdmissionError::DoesNotFit(Box::new(error)))?;
         Ok((admitted, grouping))
     }
@@ -426,4 +438,128 @@ fn image_file(faults: &mut Faults, field: &'static str, bytes: &[u8], limits: &L
         || bytes.starts_with(&[0xff, 0xd8, 0xff])
         || (bytes.starts_with(b"RIFF") && bytes.get(8..12) == Some(b"WEBP"));
     faults.unless(known, field, || "this is no image file that is understood: send PNG, JPEG or WebP".into());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::jobs::fixtures;
+    use proptest::prelude::*;
+
+    const PNG: &[u8] = b"\x89PNG\r\n\x1a\n rest";
+
+    fn check(request: ImageRequest) -> Result<Admitted, Vec<Violation>> {
+        complete(request, fixtures::model(), fixtures::numeric_plan(), 7, &Limits::default())
+    }
+
+    fn base() -> ImageRequest {
+        ImageRequest { prompt: "a red heart".into(), ..ImageRequest::default() }
+    }
+
+    /// The one violation of a request, which must be of this field.
+    fn violation(field: &str, request: ImageRequest) -> String {
+        let violations = check(request).expect_err(field);
+        assert_eq!(violations.iter().map(|v| v.field).collect::<Vec<_>>(), [field], "{violations:?}");
+        violations[0].description.clone()
+    }
+
+    #[test]
+    fn what_is_left_open_comes_from_the_model() {
+        let admitted = check(base()).unwrap();
+        assert_eq!((admitted.width, admitted.height, admitted.steps), (256, 256, 20));
+        assert_eq!((admitted.guidance_scale, admitted.sampler, admitted.count), (4.0, Sampler::Ddim, 1));
+        assert_eq!((admitted.seed, admitted.emphasis, &admitted.initial), (7, true, &None));
+        let shown = admitted.to_proto();
+        assert_eq!((shown.width, shown.steps, shown.seed, shown.count), (256, Some(20), Some(7), 1));
+        assert_eq!((shown.model.as_str(), shown.sampler), ("default", Sampler::Ddim as i32));
+    }
+
+    #[test]
+    fn every_single_fault_is_named_with_its_field() {
+        let text = violation("width", ImageRequest { width: 257, ..base() });
+        assert!(text.contains("256") && text.contains("264"), "{text}");
+        assert!(violation("height", ImageRequest { height: 4, ..base() }).contains("use 8"));
+        assert!(violation("width", ImageRequest { width: u32::MAX - 7, ..base() }).contains("8192"));
+        assert!(violation("steps", ImageRequest { steps: Some(0), ..base() }).contains("1 to 1000"));
+        violation("steps", ImageRequest { steps: Some(1001), ..base() });
+        assert!(violation("count", ImageRequest { count: 65, ..base() }).contains("64"));
+        for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -1.0, 101.0] {
+            violation("guidance_scale", ImageRequest { guidance_scale: Some(bad), ..base() });
+        }
+        violation("eta", ImageRequest { eta: Some(f64::NAN), ..base() });
+        violation("guidance_rescale", ImageRequest { guidance_rescale: Some(1.5), ..base() });
+        assert!(violation("sampler", ImageRequest { sampler: 99, ..base() }).contains("99"));
+        violation("schedule", ImageRequest { schedule: -1, ..base() });
+        violation("emphasis", ImageRequest { emphasis: 3, ..base() });
+        assert!(violation("clip_skip", ImageRequest { clip_skip: 4, ..base() }).contains("3 layers"));
+        violation("prompt", ImageRequest { prompt: " \n".into(), ..base() });
+        violation("prompt", ImageRequest { prompt: "a\0b".into(), ..base() });
+        let text = violation("prompt", ImageRequest { prompt: "x".repeat(20_000), ..base() });
+        assert!(text.contains("20000") && text.contains("16384"), "{text}");
+        violation("negative_prompt", ImageRequest { negative_prompt: "x".repeat(20_000), ..base() });
+    }
+
+    #[test]
+    fn seeds_that_would_overflow_are_refused() {
+        let last = |count, seed| {
+            let request = ImageRequest { count, ..base() };
+            complete(request, fixtures::model(), fixtures::numeric_plan(), seed, &Limits::default())
+        };
+        assert_eq!(last(2, u64::MAX).unwrap_err()[0].field, "seed");
+        assert_eq!(last(2, u64::MAX - 1).unwrap().image_seed(1), u64::MAX);
+    }
+
+    #[test]
+    fn image_files_are_checked_where_they_are_used() {
+        let with_image = ImageRequest { init_image: PNG.into(), ..base() };
+        let admitted = check(with_image.clone()).unwrap();
+        assert_eq!(admitted.initial.as_ref().unwrap().strength, 0.8);
+        assert!(admitted.to_proto().init_image.is_empty(), "files are not shown");
+        let masked = check(ImageRequest { mask: PNG.into(), ..with_image.clone() }).unwrap();
+        assert_eq!(masked.initial.as_ref().map(|initial| initial.strength), Some(1.0));
+
+        assert!(violation("mask", ImageRequest { mask: PNG.into(), ..base() }).contains("init_image"));
+        violation("strength", ImageRequest { strength: Some(0.5), ..base() });
+        for bad in [0.0, -0.5, 1.01, f64::NAN] {
+            violation("strength", ImageRequest { strength: Some(bad), ..with_image.clone() });
+        }
+        let text = violation("strength", ImageRequest { strength: Some(0.04), ..with_image.clone() });
+        assert!(text.contains("less than one step"), "{text}");
+        violation("init_image", ImageRequest { init_image: b"GIF89a".to_vec(), ..base() });
+        violation("mask", ImageRequest { mask: b"text".to_vec(), ..with_image });
+    }
+
+    #[test]
+    fn all_faults_are_named_at_once() {
+        let request = ImageRequest { width: 3, steps: Some(0), sampler: 77, prompt: String::new(), ..base() };
+        let fields: Vec<_> = check(request).unwrap_err().iter().map(|v| v.field).collect();
+        assert_eq!(fields, ["prompt", "width", "steps", "sampler"]);
+    }
+
+    proptest! {
+        /// Whatever the numbers: either named faults, or a request whose every value is usable.
+        #[test]
+        fn admitted_requests_are_sound(
+            width in any::<u32>(), height in 0u32..10_000, steps in proptest::option::of(any::<u32>()),
+            guidance in proptest::option::of(any::<f64>()), count in any::<u32>(), sampler in any::<i32>(),
+            seed in any::<u64>(), strength in proptest::option::of(any::<f64>()), image in any::<bool>(),
+        ) {
+            let request = ImageRequest {
+                width, height, steps, guidance_scale: guidance, count, sampler, seed: Some(seed), strength,
+                init_image: if image { PNG.into() } else { Vec::new() },
+                ..base()
+            };
+            match complete(request, fixtures::model(), fixtures::numeric_plan(), seed, &Limits::default()) {
+                Err(violations) => prop_assert!(!violations.is_empty()),
+                Ok(admitted) => {
+                    prop_assert!(admitted.width > 0 && admitted.width % 8 == 0 && admitted.width <= 8192);
+                    prop_assert!(admitted.height > 0 && admitted.height % 8 == 0);
+                    prop_assert!((1..=1000).contains(&admitted.steps) && (1..=64).contains(&admitted.count));
+                    prop_assert!(admitted.guidance_scale.is_finite());
+                    prop_assert!(admitted.seed.checked_add(u64::from(admitted.count - 1)).is_some());
+                    prop_assert_eq!(admitted.initial.is_some(), image);
+                }
+            }
+        }
+    }
 }

@@ -11,7 +11,6 @@ pub mod admission;
 pub mod driver;
 #[cfg(test)]
 pub(crate) mod fixtures;
-
 pub mod limits;
 pub mod log;
 pub mod queue;
@@ -19,6 +18,8 @@ pub mod request;
 pub mod service;
 pub mod state;
 pub mod store;
+#[cfg(test)]
+mod tests;
 pub mod viewer;
 pub mod wait;
 

@@ -192,7 +192,7 @@ impl Registry {
     pub async fn list(&self) -> Vec<Listed> {
         let mut listed = Vec::new();
         for (name, dir) in self.names().await {
-            let model = self.by_name(&name).await;
+            let model = self.located(&name, dir.clone()).await;
             let dir = model.as_ref().map(|model| model.dir.clone()).ok().or(dir).unwrap_or_default();
             let is_default = name == self.default_name();
             listed.push(Listed { name, dir, is_default, model });
@@ -214,8 +214,15 @@ impl Registry {
     async fn by_name(&self, name: &str) -> Result<Arc<Model>, ModelError> {
         let mut names = self.names().await;
         match names.remove(name) {
-            Some(Some(dir)) => self.describe(name, &dir).await,
-            Some(None) => {
+            Some(dir) => self.located(name, dir).await,
+            None => Err(ModelError::Unknown { name: name.into(), known: names.into_keys().collect() }),
+        }
+    }
+
+    async fn located(&self, name: &str, dir: Option<PathBuf>) -> Result<Arc<Model>, ModelError> {
+        match dir {
+            Some(dir) => self.describe(name, &dir).await,
+            None => {
                 let cache_dir = self.inner.config.cache_dir.clone();
                 let dir = blocking(move || sd_default_model::materialize(&cache_dir))
                     .await
@@ -223,7 +230,6 @@ impl Registry {
                     .map_err(|error| ModelError::Embedded(error.to_string()))?;
                 self.describe(name, &dir).await
             }
-            None => Err(ModelError::Unknown { name: name.into(), known: names.into_keys().collect() }),
         }
     }
 
@@ -292,4 +298,102 @@ fn scan(folder: &Path) -> Vec<(String, Option<PathBuf>)> {
 
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
     tokio::task::spawn_blocking(work).await.map_err(|error| error.to_string())
+}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// Counts inspections; describes every folder alike.
+    #[derive(Default)]
+    struct Counting(AtomicUsize);
+
+    impl Inspector for Counting {
+        fn inspect<'a>(
+            &'a self,
+            folder: &'a Path,
+        ) -> Pin<Box<dyn Future<Output = Result<Vec<u8>, InspectError>> + Send + 'a>> {
+            self.0.fetch_add(1, Ordering::SeqCst);
+            Box::pin(async move {
+                match folder.join("strange").exists() {
+                    true => Ok(b"{\"family\": 7}".to_vec()),
+                    false => Ok(include_str!("sample_report.json").into()),
+                }
+            })
+        }
+    }
+
+    fn registry(folder: &Path, models: &[(&str, &Path)]) -> (Registry, Arc<Counting>) {
+        let counting = Arc::new(Counting::default());
+        let config = RegistryConfig {
+            models: models.iter().map(|(name, dir)| ((*name).into(), dir.to_path_buf())).collect(),
+            folder: Some(folder.join("models")),
+            default: None,
+            cache_dir: folder.join("cache"),
+        };
+        (Registry::new(config, counting.clone()), counting)
+    }
+
+    #[test]
+    fn names_and_paths_are_told_apart() {
+        assert_eq!(ModelRef::parse(""), ModelRef::Default);
+        assert_eq!(ModelRef::parse("sd-1.5"), ModelRef::Name("sd-1.5".into()));
+        for path in ["/m", "./m", "m/x", ".", ".."] {
+            assert_eq!(ModelRef::parse(path), ModelRef::Path(path.into()));
+        }
+    }
+
+    #[tokio::test]
+    async fn the_embedded_model_is_placed_when_it_is_first_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let (registry, _) = registry(dir.path(), &[]);
+        assert!(!dir.path().join("cache").exists());
+        let model = registry.resolve(&ModelRef::Default).await.unwrap();
+        assert_eq!(model.name, EMBEDDED);
+        assert!(model.dir.starts_with(dir.path().join("cache")) && model.dir.join(INDEX).is_file());
+    }
+
+    #[tokio::test]
+    async fn a_folder_is_inspected_once_until_it_changes() {
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join("models/mine");
+        std::fs::create_dir_all(&model).unwrap();
+        std::fs::write(model.join(INDEX), "{}").unwrap();
+        let (registry, counting) = registry(dir.path(), &[]);
+        let reference = ModelRef::Name("mine".into());
+        let (a, b) = tokio::join!(registry.resolve(&reference), registry.resolve(&reference));
+        assert_eq!(a.unwrap(), b.unwrap());
+        registry.resolve(&ModelRef::Path(model.clone())).await.unwrap();
+        assert_eq!(counting.0.load(Ordering::SeqCst), 1);
+
+        std::fs::write(model.join("strange"), "").unwrap();
+        let error = registry.resolve(&reference).await.unwrap_err();
+        assert!(matches!(&error, ModelError::Inspection { name, .. } if name == "mine"), "{error}");
+        registry.resolve(&reference).await.unwrap_err();
+        assert_eq!(counting.0.load(Ordering::SeqCst), 3, "a failure that is not the model's is not remembered");
+    }
+
+    #[tokio::test]
+    async fn what_the_configuration_names_wins_and_an_unknown_name_lists_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let own = dir.path().join("elsewhere");
+        let scanned = dir.path().join("models/mine");
+        for folder in [&own, &scanned] {
+            std::fs::create_dir_all(folder).unwrap();
+            std::fs::write(folder.join(INDEX), "{}").unwrap();
+        }
+        std::fs::create_dir_all(dir.path().join("models/no-model")).unwrap();
+        let (registry, _) = registry(dir.path(), &[("mine", &own)]);
+        assert_eq!(registry.resolve(&ModelRef::Name("mine".into())).await.unwrap().dir, own);
+        let error = registry.resolve(&ModelRef::Name("else".into())).await.unwrap_err();
+        let known = vec!["default".to_owned(), "mine".to_owned()];
+        assert_eq!(error, ModelError::Unknown { name: "else".into(), known });
+        let listed: Vec<_> =
+            registry.list().await.into_iter().map(|l| (l.name, l.is_default, l.model.is_ok())).collect();
+        assert_eq!(listed, [("default".to_owned(), true, true), ("mine".to_owned(), false, true)]);
+
+        std::fs::remove_dir_all(&own).unwrap();
+        let error = registry.resolve(&ModelRef::Name("mine".into())).await.unwrap_err();
+        assert!(matches!(error, ModelError::Unreadable { .. }), "{error}");
+    }
 }

@@ -93,3 +93,64 @@ pub fn of_run(stage: Stage, error: &RunError, asked: bool) -> Stopped {
         RunError::Gone => failed(FailureReason::WorkerDied, "the worker went away before the task began"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    fn report(status: ExitStatus) -> Arc<ExitReport> {
+        let stderr = vec!["first".to_owned(), "last words".to_owned()];
+        Arc::new(ExitReport { incarnation: 3, pid: 4, status, intent: None, stderr, lived: Duration::ZERO })
+    }
+
+    fn reason(stopped: &Stopped) -> FailureReason {
+        match stopped {
+            Stopped::Failed(failure) => failure.reason(),
+            Stopped::Asked => FailureReason::Unspecified,
+        }
+    }
+
+    #[test]
+    fn a_death_is_told_by_its_cause_with_the_last_words() {
+        for (status, expected) in [
+            (ExitStatus::Signal(9), FailureReason::WorkerDied),
+            (ExitStatus::OomKilled, FailureReason::OutOfMemory),
+            (ExitStatus::BadWeights, FailureReason::Model),
+            (ExitStatus::Killed(KillCause::Protocol("lie".into())), FailureReason::Protocol),
+            (ExitStatus::Killed(KillCause::Shutdown), FailureReason::Shutdown),
+            (ExitStatus::Killed(KillCause::Lease(LeaseKill::NoLease)), FailureReason::WorkerDied),
+        ] {
+            let stopped = of_run(Stage::Denoise, &RunError::Died(report(status.clone())), false);
+            assert_eq!(reason(&stopped), expected, "{status}");
+            let Stopped::Failed(failure) = stopped else { panic!("failed") };
+            assert_eq!(
+                (failure.stage(), failure.stderr.last().map(String::as_str)),
+                (Stage::Denoise, Some("last words"))
+            );
+        }
+    }
+
+    #[test]
+    fn whatever_ends_a_task_of_a_job_that_was_to_stop_is_a_stop() {
+        for error in [
+            RunError::Gone,
+            RunError::Died(report(ExitStatus::Killed(KillCause::CancelDeadline(Duration::from_secs(2))))),
+            RunError::Failed { error: TaskError::Cancelled, message: "cancelled".into() },
+        ] {
+            assert_eq!(of_run(Stage::Decode, &error, true), Stopped::Asked);
+            assert_ne!(of_run(Stage::Decode, &error, false), Stopped::Asked);
+        }
+    }
+
+    #[test]
+    fn a_workers_own_failures_keep_their_message() {
+        let error = RunError::Failed { error: TaskError::NonFinite, message: "unet.conv_in.weight holds NaN".into() };
+        let Stopped::Failed(failure) = of_run(Stage::Denoise, &error, false) else { panic!("failed") };
+        assert_eq!(
+            (failure.reason(), failure.message.as_str()),
+            (FailureReason::Model, "unet.conv_in.weight holds NaN")
+        );
+    }
+}

@@ -164,3 +164,70 @@ fn decode(image: u32) -> StageRun {
         outputs: vec![own(Role::Pixels, image)],
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::jobs::fixtures;
+    use crate::jobs::request::{ImageFile, InitialImage};
+    use std::sync::Arc;
+
+    fn with_image(mask: bool, strength: f64, inpainting: bool) -> Admitted {
+        let mut request = fixtures::admitted();
+        if inpainting {
+            let mut model = crate::models::Model::clone(&request.model);
+            model.report.diffusion.in_channels = 9;
+            request.model = Arc::new(model);
+        }
+        let mask = mask.then(|| ImageFile::new(b"mask"));
+        request.initial = Some(InitialImage { image: ImageFile::new(b"image"), mask, strength });
+        request
+    }
+
+    fn roles(slots: &[Slot]) -> Vec<&'static str> {
+        slots.iter().map(|slot| slot.role.name()).collect()
+    }
+
+    #[test]
+    fn an_image_is_encoded_into_what_the_denoiser_reads() {
+        for (request, expected) in [
+            (with_image(false, 0.5, false), vec!["image_latents"]),
+            (with_image(true, 1.0, false), vec!["image_latents", "latent_mask"]),
+            (with_image(true, 0.5, true), vec!["image_latents", "latent_mask", "masked_image_latents"]),
+            (with_image(true, 1.0, true), vec!["latent_mask", "masked_image_latents"]),
+        ] {
+            let plan = StagePlan::of(&request, Grouping::ByImage);
+            let stages: Vec<Stage> = plan.runs().iter().map(|run| run.stage).collect();
+            assert_eq!(stages, [Stage::Encode, Stage::VaeEncode, Stage::Denoise, Stage::Decode]);
+            assert_eq!(roles(&plan.runs()[1].outputs), expected);
+            assert_eq!(roles(&plan.runs()[2].inputs[1..]), expected);
+        }
+    }
+
+    #[test]
+    fn every_input_was_written_before_in_either_order() {
+        let mut request = with_image(true, 0.5, true);
+        request.count = 3;
+        for grouping in [Grouping::ByStage, Grouping::ByImage] {
+            let plan = StagePlan::of(&request, grouping);
+            assert_eq!(plan.runs().len(), 1 + 3 * 3);
+            let mut written: Vec<Slot> = Vec::new();
+            for run in plan.runs() {
+                assert!(run.inputs.iter().all(|slot| written.contains(slot)), "{run:?}");
+                assert!(run.outputs.iter().all(|slot| !written.contains(slot)), "{run:?}");
+                written.extend(&run.outputs);
+            }
+        }
+    }
+
+    #[test]
+    fn a_tensor_is_needed_until_its_last_reader() {
+        let mut request = fixtures::admitted();
+        request.count = 2;
+        let plan = StagePlan::of(&request, Grouping::ByStage);
+        // encode, denoise 0, denoise 1, decode 0, decode 1
+        assert!(plan.needed_from(CONDITIONING, 2) && !plan.needed_from(CONDITIONING, 3));
+        assert!(plan.needed_from(own(Role::Latents, 1), 4) && !plan.needed_from(own(Role::Latents, 1), 5));
+        assert!(!plan.needed_from(own(Role::Latents, 0), 4));
+    }
+}
