@@ -2,9 +2,10 @@
 
 use candle_core::{Device, Tensor};
 
-use super::config::{Limit, Settings, SigmaCurve, TimestepSpacing};
+use super::config::TimestepSpacing;
 use super::math::{combine, limited, output_like, predicted_noise, predicted_original};
 use super::schedule::{NoiseLevels, whole_timesteps};
+use super::settings::{Limit, Settings, SigmaCurve};
 use super::{History, NoiseSource, PredictionType, Sampler, SamplerKind, SamplingError};
 
 pub(super) struct Ddim {

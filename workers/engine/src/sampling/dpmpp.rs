@@ -6,10 +6,11 @@
 
 use candle_core::{Device, Tensor};
 
-use super::config::{FinalSigma, Limit, Settings};
+use super::config::FinalSigma;
 use super::history::SavedTensor;
 use super::math::{combine, limited, output_like, predicted_original};
 use super::schedule::{Grid, NoiseLevels, whole_grid};
+use super::settings::{Limit, Settings};
 use super::{History, NoiseSource, PredictionType, Sampler, SamplerKind, SamplingError};
 
 /// Below this many steps the last ones are of lower order, for stability.

@@ -3,9 +3,10 @@
 
 use candle_core::{Device, Tensor};
 
-use super::config::{Settings, TimestepSpacing};
+use super::config::TimestepSpacing;
 use super::math::{combine, output_like};
 use super::schedule::{Grid, NoiseLevels, fractional_grid};
+use super::settings::Settings;
 use super::{History, NoiseSource, PredictionType, Sampler, SamplerKind, SamplingError};
 
 /// What Euler's and Heun's samplers share: noise levels in units of the original.

@@ -3,10 +3,10 @@
 
 use candle_core::{Device, Tensor};
 
-use super::config::{Limit, Settings};
 use super::euler::SigmaSpace;
 use super::history::SavedTensor;
 use super::math::{combine, limited, output_like};
+use super::settings::{Limit, Settings};
 use super::{History, NoiseSource, Sampler, SamplerKind, SamplingError};
 
 pub(super) struct Heun {

@@ -15,6 +15,7 @@ pub enum SamplerKind {
     /// Euler's method on the probability flow (Karras et al. 2022, algorithm 2 without churn).
     Euler,
     /// Euler's method with ancestral noise.
+    #[serde(rename = "euler_a")]
     EulerAncestral,
     /// Heun's second-order method; two model calls a step.
     Heun,
@@ -145,6 +146,7 @@ impl FromStr for SamplerKind {
 pub enum Schedule {
     /// As the model's configuration says.
     #[default]
+    #[serde(rename = "default")]
     Configured,
     /// Multiples of a whole step from the first training timestep, plus the configured offset.
     Leading,
@@ -299,12 +301,10 @@ mod tests {
         for kind in SamplerKind::ALL {
             assert_eq!(kind.name().parse::<SamplerKind>().unwrap(), kind);
             assert_eq!(kind.display_name().parse::<SamplerKind>().unwrap(), kind);
-            assert_eq!(
-                serde_json::to_string(&kind).unwrap().parse::<serde_json::Value>().unwrap().as_str().is_some(),
-                true
-            );
+            assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
         }
         for schedule in Schedule::ALL {
+            assert_eq!(serde_json::to_value(schedule).unwrap(), schedule.name());
             for zero_snr in [None, Some(true), Some(false)] {
                 let choice = ScheduleChoice { schedule, zero_snr };
                 assert_eq!(choice.to_string().parse::<ScheduleChoice>().unwrap(), choice, "{choice}");

@@ -3,10 +3,10 @@
 
 use candle_core::{Device, Tensor};
 
-use super::config::{Limit, Settings};
 use super::ddim::refuse_no_signal;
 use super::math::{combine, limited, output_like, predicted_original};
 use super::schedule::{NoiseLevels, whole_timesteps};
+use super::settings::{Limit, Settings};
 use super::{History, NoiseSource, PredictionType, Sampler, SamplerKind, SamplingError};
 
 /// The standard deviation of originals that the boundary condition assumes.

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::config::Limit;
+use super::settings::Limit;
 use super::{PredictionType, SamplingError};
 
 /// The sum of tensors with coefficients; a coefficient of zero leaves its tensor out.

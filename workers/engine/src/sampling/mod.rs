@@ -26,6 +26,7 @@ mod lcm;
 mod math;
 mod rng;
 mod schedule;
+mod settings;
 mod unipc;
 
 use candle_core::Tensor;
@@ -34,7 +35,7 @@ pub use config::{BetaSchedule, FinalSigma, PredictionType, SchedulerConfig, Time
 pub use history::{History, SavedTensor};
 pub use kind::{SamplerKind, Schedule, ScheduleChoice, sampler_and_schedule};
 pub use rng::Generator;
-pub use schedule::{NoiseLevels, start_step};
+pub use schedule::start_step;
 
 /// Why sampling cannot start or go on.
 #[derive(Debug, thiserror::Error)]

@@ -3,7 +3,8 @@
 //! The numbers follow diffusers' schedulers to the last bit of single precision where they can: the cumulative products
 //! lie so near 1 that another rounding of them would show in the pictures.
 
-use super::config::{BetaSchedule, FinalSigma, Settings, SigmaCurve, TimestepSpacing};
+use super::config::{BetaSchedule, FinalSigma, TimestepSpacing};
+use super::settings::{Settings, SigmaCurve};
 use super::{SamplerKind, SamplingError};
 
 /// What diffusers puts for a cumulative product of zero, so that the noise level stays finite.
@@ -11,9 +12,9 @@ const LEAST_ALPHA: f32 = 1.0 / 16_777_216.0;
 
 /// The noise of training, a value for each of its timesteps.
 #[derive(Clone, Debug, PartialEq)]
-pub struct NoiseLevels {
+pub(super) struct NoiseLevels {
     /// The cumulative products of `1 - beta`: the share of the original in the sample's variance.
-    pub alphas_cumprod: Vec<f32>,
+    pub(super) alphas_cumprod: Vec<f32>,
 }
 
 /// The timesteps of a run and its noise levels, one more: the last is the level after the last step.
@@ -71,7 +72,7 @@ impl NoiseLevels {
     }
 
     /// The noise level of a timestep in units of the original: `sqrt((1 - alpha) / alpha)`.
-    pub fn sigma(&self, timestep: usize) -> f32 {
+    fn sigma(&self, timestep: usize) -> f32 {
         let alpha = self.alphas_cumprod[timestep.min(self.alphas_cumprod.len() - 1)];
         ((1.0 - alpha) / alpha).sqrt()
     }

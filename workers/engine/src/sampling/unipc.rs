@@ -3,11 +3,12 @@
 
 use candle_core::{Device, Tensor};
 
-use super::config::{FinalSigma, Limit, Settings};
+use super::config::FinalSigma;
 use super::dpmpp::Level;
 use super::history::SavedTensor;
 use super::math::{combine, limited, output_like, predicted_noise, predicted_original};
 use super::schedule::{Grid, NoiseLevels, whole_grid};
+use super::settings::{Limit, Settings};
 use super::{History, NoiseSource, PredictionType, Sampler, SamplerKind, SamplingError};
 
 pub(super) struct Unipc {
