@@ -190,7 +190,8 @@ unsafe fn block_product(
                 sums: &mut scratch.sums,
                 count,
             };
-            thin_product(&mut thin);
+            // SAFETY: the table was filled by `locate` just now, and the depth of thin weights is a multiple of lanes.
+            unsafe { thin_product(&mut thin) };
             copy_out(&scratch.sums, THIN, &scratch.targets, 0, packed.n());
         }
         Order::Panels(lines) => {
