@@ -23,15 +23,21 @@ impl Ledger {
                 continue;
             }
             let own = wanted_by.filter(|vector| vector.incarnation == incarnation);
-            let keeps = |lease: &Lease| match (own, holder.claim.is_some()) {
-                // What the request needs of its own process, and what it does not speak of.
-                (Some(vector), _) => {
-                    let part = vector.parts.iter().find(|part| part.purpose == lease.purpose);
-                    part.map_or(lease.bytes, |part| part.min.min(lease.bytes))
+            let keeps = |lease: &Lease| {
+                let least = match (own, holder.claim.is_some()) {
+                    // What the request needs of its own process, and what it does not speak of.
+                    (Some(vector), _) => {
+                        let part = vector.parts.iter().find(|part| part.purpose == lease.purpose);
+                        part.map_or(lease.bytes, |part| part.min)
+                    }
+                    (None, true) => lease.floor,
+                    (None, false) => 0,
+                };
+                match lease.purpose {
+                    // What was granted as a floor goes with the process only.
+                    Purpose::Context | Purpose::Weights => least.max(lease.floor).min(lease.bytes),
+                    Purpose::WorkingSet => least.min(lease.bytes),
                 }
-                (None, true) => lease.floor.min(lease.bytes),
-                (None, false) if lease.purpose == Purpose::WorkingSet => 0,
-                (None, false) => lease.bytes,
             };
             let worth = Worth {
                 idle: now.saturating_sub(holder.idle_since),

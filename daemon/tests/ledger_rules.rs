@@ -1,0 +1,568 @@
+//! Every rule of the ledger, one test each.
+
+mod ledger_support;
+
+use std::time::Duration;
+
+use ledger_support::*;
+use sdd::ids::JobId;
+use sdd::residency::{
+    Afterwards, DecisionKind, Effect, Event, LeaseKill, LeasePart, LifeView, Proof, Purpose, Refusal, RequestId, Rules,
+    invariants,
+};
+
+const SECOND: Duration = Duration::from_secs(1);
+const NONE: [u64; 0] = [];
+
+fn elastic(incarnation: u64, min: u64, want: u64) -> sdd::residency::LeaseVector {
+    let mut vector = vector(incarnation, 10, 0, 10);
+    vector.parts.push(LeasePart { purpose: Purpose::Weights, min, want });
+    vector
+}
+
+#[test]
+fn a_vector_is_granted_whole_or_not_at_all() {
+    let mut bench = Bench::new(100);
+    let (first, leases) = bench.granted(vector(1, 10, 30, 20));
+    assert_eq!(leases.iter().map(|lease| lease.bytes).collect::<Vec<_>>(), [10, 30, 20]);
+    // 40 are free, and each part alone would fit.
+    let second = bench.waits(vector(2, 10, 20, 20));
+    assert_eq!(bench.ledger.charged(), 60, "nothing is held by who waits");
+    // Its process was never started: the bytes are free with the claim.
+    assert_eq!(granted_ids(&bench.release(first)), [second]);
+}
+
+#[test]
+fn what_can_never_fit_is_refused_at_once_with_the_numbers() {
+    let mut bench = Bench::new(100);
+    match bench.refused(vector(1, 10, 60, 31)) {
+        Refusal::DoesNotFit { need: 101, limit: 100, breakdown, .. } => {
+            assert_eq!(breakdown, "context 10 B, weights 60 B, working set 31 B");
+        }
+        other => panic!("{other}"),
+    }
+    let huge = bench.refused(vector(1, u64::MAX, u64::MAX, 1));
+    assert!(matches!(huge, Refusal::DoesNotFit { need: u64::MAX, .. }), "no overflow: {huge}");
+    let mut shared = vector(1, 1, 1, 1);
+    shared.shared_memory = 1001;
+    assert!(matches!(bench.refused(shared), Refusal::SharedMemory { need: 1001, limit: 1000, .. }));
+    assert!(matches!(bench.refused(elastic(1, 20, 10)), Refusal::Malformed { .. }));
+    let mut twice = vector(1, 1, 1, 0);
+    twice.parts.push(LeasePart::exactly(Purpose::Weights, 2));
+    assert!(matches!(bench.refused(twice), Refusal::Malformed { .. }));
+}
+
+#[test]
+fn what_a_process_holds_for_other_purposes_counts_against_the_limit() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 60, 0);
+    bench.granted(vector(1, 0, 0, 30));
+    let refusal = bench.refused(vector(1, 0, 0, 31));
+    assert!(matches!(refusal, Refusal::DoesNotFit { need: 101, .. }), "{refusal}");
+}
+
+#[test]
+fn a_warm_process_of_the_same_size_is_granted_without_a_message() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 30, 20);
+    let (_, effects) = bench.ask(vector(1, 10, 30, 20));
+    assert_eq!(granted_ids(&effects).len(), 1);
+    let messages = effects.iter().filter(|e| !matches!(e, Effect::Granted { .. } | Effect::Decided(_))).count();
+    assert_eq!(messages, 0, "{effects:#?}");
+    assert_eq!(bench.ledger.charged(), 60);
+}
+
+#[test]
+fn a_warm_process_is_told_when_it_may_hold_more() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 30, 20);
+    let (_, effects) = bench.ask(vector(1, 10, 30, 50));
+    let told = effects.iter().position(|e| matches!(e, Effect::Grant { lease, .. } if lease.bytes == 50));
+    let answered = effects.iter().position(|e| matches!(e, Effect::Granted { .. }));
+    assert!(told.is_some() && told < answered, "the process hears before the task can be sent: {effects:#?}");
+    // The context was not charged again, and the working set grew by the difference.
+    assert_eq!(bench.ledger.charged(), 90);
+}
+
+#[test]
+fn a_process_works_for_one_task_at_a_time() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 10, 10);
+    let (first, _) = bench.granted(vector(1, 10, 10, 10));
+    let second = bench.waits(vector(1, 10, 10, 10));
+    let third = bench.waits(vector(1, 10, 10, 10));
+    assert_eq!(granted_ids(&bench.release(first)), [second]);
+    assert_eq!(granted_ids(&bench.release(second)), [third]);
+    assert_eq!(granted_ids(&bench.release(second)).len(), 0, "a claim ends once");
+}
+
+#[test]
+fn an_idle_process_gives_its_working_set_before_it_goes() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 50, 30);
+    let (_, effects) = bench.ask(vector(2, 10, 10, 10));
+    let lease = bench.lease(1, Purpose::WorkingSet).unwrap();
+    assert_eq!((revised(&effects), retired(&effects)), (vec![(1, lease, 0)], vec![]));
+    assert!(granted_ids(&effects).is_empty());
+    assert!(has_decision(&effects, |d| matches!(d, DecisionKind::TakesBack { bytes: 30, .. })));
+
+    let effects = bench.step(Event::Returned { incarnation: 1, lease, bytes: 0 });
+    assert_eq!((measures(&effects), proven(&effects)), (vec![1], 0), "what it says proves nothing");
+    assert_eq!(bench.ledger.charged(), 90);
+    let effects = bench.step(Event::Measured { incarnation: 1, bytes: Some(61) });
+    assert!(granted_ids(&effects).is_empty(), "it still holds a byte too much");
+    let effects = bench.step(Event::Measured { incarnation: 1, bytes: Some(60) });
+    assert_eq!((proven(&effects), granted_ids(&effects).len()), (30, 1), "granted in the turn of the proof");
+    assert_eq!(bench.ledger.charged(), 90);
+}
+
+#[test]
+fn an_idle_process_retires_when_its_working_set_is_not_enough() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 50, 30);
+    let (second, effects) = bench.ask(vector(2, 10, 60, 10));
+    assert_eq!(retired(&effects), [1]);
+    assert_eq!(bench.view().holders[0].life, LifeView::Retiring);
+    // It says that it freed everything but its context, and the device shows it: the waiter need not wait for the exit.
+    for purpose in [Purpose::Weights, Purpose::WorkingSet, Purpose::Context] {
+        let lease = bench.lease(1, purpose).unwrap();
+        bench.step(Event::Returned { incarnation: 1, lease, bytes: 0 });
+    }
+    let effects = bench.step(Event::Measured { incarnation: 1, bytes: Some(10) });
+    assert_eq!((proven(&effects), granted_ids(&effects)), (80, vec![second]));
+    assert!(bench.lease(1, Purpose::Context).is_some(), "a context ends with its process only");
+    assert_eq!(proven(&bench.step(Event::Reaped { incarnation: 1 })), 10);
+    assert_eq!(bench.ledger.charged(), 80);
+}
+
+#[test]
+fn busy_processes_are_never_touched() {
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(vector(1, 10, 50, 30));
+    bench.start(1);
+    let (second, effects) = bench.ask(vector(2, 10, 10, 10));
+    assert_eq!((retired(&effects), revised(&effects), killed(&effects)), (vec![], vec![], vec![]));
+    assert!(has_decision(&effects, |d| matches!(d, DecisionKind::WaitsForBytes { need: 30, available: 10, busy }
+        if *busy == ["stage 1"])));
+    // Idle, it is shrunk in the same turn.
+    let effects = bench.release(first);
+    assert_eq!(revised(&effects).len(), 1);
+    bench.step(Event::Withdraw { id: second });
+}
+
+#[test]
+fn nothing_is_retired_in_vain() {
+    let mut bench = Bench::new(100);
+    bench.granted(vector(1, 10, 50, 0));
+    bench.start(1);
+    bench.warm(2, 10, 10, 0);
+    let (_, effects) = bench.ask(vector(3, 50, 0, 0));
+    assert_eq!(retired(&effects), NONE, "with the idle one gone 40 of the 50 would be free");
+}
+
+#[test]
+fn luxury_is_taken_from_the_busy_down_to_their_floor() {
+    let mut bench = Bench::new(100);
+    let (_, leases) = bench.granted(elastic(1, 20, 500));
+    assert_eq!(leases.iter().map(|lease| lease.bytes).sum::<u64>(), 100, "all that nobody needs");
+    bench.start(1);
+    let (second, effects) = bench.ask(vector(2, 10, 10, 10));
+    let lease = bench.lease(1, Purpose::Weights).unwrap();
+    assert_eq!(revised(&effects), [(1, lease, 20)]);
+    bench.step(Event::Returned { incarnation: 1, lease, bytes: 20 });
+    let effects = bench.step(Event::Measured { incarnation: 1, bytes: Some(40) });
+    assert_eq!(granted_ids(&effects), [second]);
+}
+
+#[test]
+fn luxury_leaves_what_waiting_requests_need() {
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(vector(1, 80, 0, 0));
+    let second = bench.waits(elastic(2, 40, 100));
+    let third = bench.waits(vector(3, 30, 0, 0));
+    let effects = bench.release(first);
+    assert_eq!(granted_ids(&effects), [second, third]);
+    let of_second = grants(&effects)[0].1.iter().map(|lease| lease.bytes).sum::<u64>();
+    assert_eq!(of_second, 70);
+}
+
+#[test]
+fn a_dead_process_is_charged_until_it_is_reaped() {
+    let mut bench = Bench::new(100);
+    bench.granted(vector(1, 10, 50, 30));
+    bench.start(1);
+    let second = bench.waits(vector(2, 10, 60, 0));
+    let effects = bench.step(Event::Lost { incarnation: 1 });
+    assert_eq!((proven(&effects), bench.view().unproven), (0, 90));
+    let effects = bench.step(Event::Reaped { incarnation: 1 });
+    assert_eq!((proven(&effects), granted_ids(&effects)), (90, vec![second]));
+    assert!(effects.iter().any(|e| matches!(e, Effect::Proven { proof: Proof::Reaped, .. })));
+}
+
+#[test]
+fn where_reaping_proves_nothing_the_device_is_asked_until_it_shows_no_process() {
+    let mut bench = Bench::with(100, Rules { reaping_proves: false, ..rules() });
+    bench.warm(1, 10, 50, 30);
+    let effects = bench.step(Event::Reaped { incarnation: 1 });
+    assert_eq!((proven(&effects), measures(&effects)), (0, vec![1]));
+    bench.step(Event::Measured { incarnation: 1, bytes: Some(50) });
+    assert_eq!(bench.ledger.charged(), 90);
+    assert!(measures(&bench.pass(SECOND)).len() > 3, "asked again");
+    let effects = bench.step(Event::Measured { incarnation: 1, bytes: None });
+    assert_eq!((proven(&effects), bench.ledger.charged()), (90, 0));
+}
+
+#[test]
+fn requests_for_a_process_that_goes_are_refused_so_that_a_new_one_is_asked_for() {
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(vector(1, 10, 50, 30));
+    bench.start(1);
+    bench.waits(vector(1, 10, 50, 30));
+    let effects = bench.step(Event::Reaped { incarnation: 1 });
+    assert!(matches!(refusals(&effects)[..], [(_, Refusal::HolderGone { incarnation: 1, .. })]));
+    bench.release(first);
+    bench.warm(2, 10, 10, 10);
+    bench.step(Event::Retire { incarnation: 2 });
+    assert!(matches!(bench.refused(vector(2, 10, 10, 10)), Refusal::HolderGone { incarnation: 2, .. }));
+}
+
+#[test]
+fn a_revision_that_is_not_answered_kills_and_a_kill_frees_nothing() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 50, 30);
+    let second = bench.waits(vector(2, 10, 10, 10));
+    // Its pulses go on: only the revision is late.
+    let before = bench.pass(rules().revise_time - Duration::from_millis(1));
+    assert_eq!(killed(&before), NONE);
+    bench.step(Event::Pulse { incarnation: 1, bytes: 90 });
+    let effects = bench.pass(Duration::from_millis(1));
+    assert_eq!((killed(&effects), proven(&effects), granted_ids(&effects)), (vec![1], 0, vec![]));
+    assert_eq!(bench.ledger.charged(), 90);
+    assert_eq!(granted_ids(&bench.step(Event::Reaped { incarnation: 1 })), [second]);
+}
+
+#[test]
+fn a_retirement_that_is_not_followed_kills() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 50, 30);
+    assert_eq!(retired(&bench.step(Event::Retire { incarnation: 1 })), [1]);
+    let effects = bench.pass(rules().retire_time);
+    let cause = effects.iter().find_map(|e| match e {
+        Effect::Kill { cause, .. } => Some(*cause),
+        _ => None,
+    });
+    assert_eq!(cause, Some(LeaseKill::RetireOverdue(rules().retire_time)));
+}
+
+#[test]
+fn a_busy_process_retires_when_its_task_has_ended() {
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(vector(1, 10, 10, 10));
+    bench.start(1);
+    assert_eq!(retired(&bench.step(Event::Retire { incarnation: 1 })), NONE);
+    assert_eq!(retired(&bench.release(first)), [1]);
+}
+
+#[test]
+fn a_term_that_no_pulse_renews_expires() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 10, 10);
+    for _ in 0..5 {
+        assert_eq!(killed(&bench.pass(rules().term - SECOND)), NONE);
+        bench.step(Event::Pulse { incarnation: 1, bytes: 30 });
+    }
+    let effects = bench.pass(rules().term);
+    assert_eq!(killed(&effects), [1]);
+    assert_eq!(bench.ledger.charged(), 30, "dead is not proven");
+    // One that never finished its handshake has longer, but not for ever; pulses do not count before it.
+    bench.granted(vector(2, 10, 10, 10));
+    bench.step(Event::Spawned { incarnation: 2 });
+    bench.step(Event::Pulse { incarnation: 2, bytes: 0 });
+    assert_eq!(killed(&bench.pass(rules().start_term - SECOND)), NONE);
+    assert_eq!(killed(&bench.pass(SECOND)), [2]);
+}
+
+#[test]
+fn a_process_whose_request_was_withdrawn_while_it_started_is_killed() {
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(vector(1, 10, 10, 10));
+    bench.release(first);
+    assert_eq!(bench.ledger.charged(), 0);
+    let effects = bench.step(Event::Spawned { incarnation: 1 });
+    assert_eq!(effects, [Effect::Kill { incarnation: 1, cause: LeaseKill::NoLease }]);
+}
+
+#[test]
+fn a_started_process_is_told_its_leases_when_it_can_hear() {
+    let mut bench = Bench::new(100);
+    bench.granted(vector(1, 10, 20, 30));
+    assert_eq!(bench.step(Event::Spawned { incarnation: 1 }), []);
+    let effects = bench.step(Event::Attached { incarnation: 1 });
+    let bytes = effects.iter().map(|e| match e {
+        Effect::Grant { lease, .. } => lease.bytes,
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(bytes.sum::<u64>(), 60);
+}
+
+#[test]
+fn an_unproven_release_degrades_the_device_and_stays_charged() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 50, 30);
+    let second = bench.waits(vector(2, 10, 10, 10));
+    let lease = bench.lease(1, Purpose::WorkingSet).unwrap();
+    bench.step(Event::Returned { incarnation: 1, lease, bytes: 0 });
+    let mut effects = Vec::new();
+    for _ in 0..11 {
+        bench.step(Event::Pulse { incarnation: 1, bytes: 90 });
+        for incarnation in measures(&bench.pass(SECOND)) {
+            effects.extend(bench.step(Event::Measured { incarnation, bytes: Some(90) }));
+        }
+    }
+    assert_eq!((proven(&effects), bench.ledger.charged()), (0, 90));
+    let why = bench.view().degraded.expect("the device is degraded");
+    assert_eq!(why, "the release of 30 B by stage 1 is not proven");
+    assert!(!bench.view().waiters.is_empty());
+    // It comes late, and all is well again.
+    let effects = bench.step(Event::Measured { incarnation: 1, bytes: Some(60) });
+    assert_eq!(granted_ids(&effects), [second]);
+    bench.step(Event::Tick);
+    assert_eq!(bench.view().degraded, None);
+}
+
+#[test]
+fn a_process_that_cannot_be_killed_does_not_stop_others_from_being_asked() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 30, 0);
+    bench.warm(2, 10, 30, 0);
+    let third = bench.waits(vector(3, 10, 30, 0));
+    // One of the two is asked, killed, and never reaped.
+    let effects = bench.pass(rules().retire_time);
+    let [stuck] = killed(&effects)[..] else { panic!("{effects:#?}") };
+    let other = 3 - stuck;
+    bench.step(Event::Pulse { incarnation: other, bytes: 40 });
+    let mut effects = Vec::new();
+    for _ in 0..10 {
+        effects.extend(bench.pass(SECOND));
+        effects.extend(bench.step(Event::Pulse { incarnation: other, bytes: 40 }));
+    }
+    assert!(bench.view().degraded.is_some());
+    assert_eq!(retired(&effects), [other]);
+    assert_eq!(granted_ids(&bench.step(Event::Reaped { incarnation: other })), [third]);
+}
+
+#[test]
+fn a_waiter_is_overtaken_eight_times_and_no_more() {
+    let mut bench = Bench::new(100);
+    bench.granted(vector(1, 60, 0, 0));
+    let large = bench.waits(vector(2, 50, 0, 0));
+    for n in 0..8 {
+        let (small, _) = bench.granted(vector(10 + n, 10, 0, 0));
+        bench.release(small);
+    }
+    let ninth = bench.waits(vector(30, 10, 0, 0));
+    assert_eq!(bench.view().waiters[0].overtaken, 8);
+    let effects = bench.step(Event::Withdraw { id: large });
+    assert_eq!(granted_ids(&effects), [ninth]);
+}
+
+#[test]
+fn a_waiter_is_overtaken_for_thirty_seconds_and_no_longer() {
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(vector(1, 60, 0, 0));
+    let large = bench.waits(vector(2, 50, 0, 0));
+    bench.pass(rules().overtake_time - SECOND);
+    bench.granted(vector(3, 10, 0, 0));
+    bench.pass(SECOND);
+    let late = bench.waits(vector(4, 10, 0, 0));
+    assert_eq!(granted_ids(&bench.release(first)), [large, late], "in order");
+}
+
+#[test]
+fn what_is_taken_back_for_one_is_not_given_to_another() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 70, 0);
+    bench.warm(2, 10, 0, 0);
+    let large = bench.waits(vector(3, 90, 0, 0));
+    // Ten bytes are free, and would fit: but they are being collected.
+    let small = bench.waits(vector(4, 10, 0, 0));
+    let effects = bench.step(Event::Reaped { incarnation: 1 });
+    assert_eq!(granted_ids(&effects), [large]);
+    // What needs no byte passes meanwhile.
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 70, 0);
+    bench.warm(2, 10, 0, 0);
+    bench.waits(vector(3, 60, 0, 0));
+    bench.granted(vector(2, 10, 0, 0));
+    let _ = small;
+}
+
+#[test]
+fn a_waiting_request_protects_its_process() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 30, 0);
+    bench.warm(2, 10, 30, 0);
+    bench.pass(SECOND);
+    // Both are equally idle, but one is about to be used again by a request that lacks shared memory.
+    let mut wanted = vector(1, 10, 30, 0);
+    wanted.shared_memory = 600;
+    assert!(bench.pool.take(500));
+    bench.waits(wanted);
+    let (_, effects) = bench.ask(vector(3, 10, 30, 0));
+    assert_eq!(retired(&effects), [2]);
+}
+
+#[test]
+fn a_process_gives_up_its_own_surplus_for_its_next_task() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 10, 70);
+    let id = bench.waits(vector(1, 10, 40, 20));
+    let lease = bench.lease(1, Purpose::WorkingSet).unwrap();
+    assert_eq!(bench.view().leases.iter().filter(|l| l.state == sd_proto::v1::LeaseState::Revoked).count(), 1);
+    bench.step(Event::Returned { incarnation: 1, lease, bytes: 20 });
+    let effects = bench.step(Event::Measured { incarnation: 1, bytes: Some(40) });
+    assert_eq!(granted_ids(&effects), [id]);
+}
+
+#[test]
+fn shared_memory_is_granted_with_the_rest_or_not_at_all() {
+    let mut bench = Bench::new(100);
+    let mut first = vector(1, 10, 0, 0);
+    first.shared_memory = 700;
+    bench.granted(first);
+    let mut second = vector(2, 10, 0, 0);
+    second.shared_memory = 400;
+    let (id, effects) = bench.ask(second);
+    assert!(has_decision(&effects, |d| *d == DecisionKind::WaitsForSharedMemory { need: 400, available: 300 }));
+    assert_eq!((bench.ledger.charged(), bench.pool.used()), (10, 700));
+    bench.pool.give_back(700);
+    assert_eq!(granted_ids(&bench.step(Event::Tick)), [id]);
+    assert_eq!(bench.pool.used(), 400);
+}
+
+#[test]
+fn afterwards_is_as_the_task_says() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 30, 20);
+    let (first, _) = bench.granted(vector(1, 10, 30, 20));
+    let effects = bench.step(Event::Release { id: first, afterwards: Afterwards::ReturnWorkingSet });
+    assert_eq!(revised(&effects), [(1, bench.lease(1, Purpose::WorkingSet).unwrap(), 0)]);
+    // A request waits until the revision has ended one way or the other.
+    let second = bench.waits(vector(1, 10, 30, 20));
+    let lease = bench.lease(1, Purpose::WorkingSet).unwrap();
+    bench.step(Event::Returned { incarnation: 1, lease, bytes: 0 });
+    let effects = bench.step(Event::Measured { incarnation: 1, bytes: Some(40) });
+    assert_eq!(granted_ids(&effects), [second]);
+    let effects = bench.step(Event::Release { id: second, afterwards: Afterwards::Retire });
+    assert_eq!(retired(&effects), [1]);
+}
+
+#[test]
+fn a_busy_process_that_asks_for_more_is_answered_at_once() {
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(vector(1, 10, 30, 20));
+    bench.start(1);
+    let answer = |effects: &[Effect]| {
+        let found = effects.iter().find_map(|e| match e {
+            Effect::Grant { lease, request_id: 7, .. } => Some(lease.bytes),
+            _ => None,
+        });
+        found.expect("answered")
+    };
+    let extend = |min, want| Event::Extend { incarnation: 1, request_id: 7, purpose: Purpose::WorkingSet, min, want };
+    assert_eq!(answer(&bench.step(extend(10, 20))), 40);
+    assert_eq!(answer(&bench.step(extend(21, 21))), 40, "no more than is free");
+    assert_eq!(bench.ledger.charged(), 80);
+    bench.release(first);
+    assert_eq!(answer(&bench.step(extend(1, 1))), 40, "an idle process has no reason");
+}
+
+#[test]
+fn an_overdraft_is_charged_reported_and_killed_where_that_is_asked_for() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 30, 20);
+    let effects = bench.step(Event::Pulse { incarnation: 1, bytes: 85 });
+    assert!(has_decision(&effects, |d| *d == DecisionKind::Overdraft { measured: 85, leased: 60 }));
+    assert_eq!((bench.ledger.charged(), bench.view().overdraft, bench.ledger.available()), (85, 25, 15));
+    assert_eq!(killed(&bench.pass(rules().revise_time)), NONE);
+    bench.step(Event::Pulse { incarnation: 1, bytes: 60 });
+    assert_eq!(bench.ledger.charged(), 60);
+
+    let mut bench = Bench::with(100, Rules { enforce: true, ..rules() });
+    bench.warm(1, 10, 30, 20);
+    let effects = bench.step(Event::Pulse { incarnation: 1, bytes: 85 });
+    assert_eq!(revised(&effects), [(1, bench.lease(1, Purpose::WorkingSet).unwrap(), 20)]);
+    let effects = bench.pass(rules().revise_time);
+    assert!(effects.contains(&Effect::Kill { incarnation: 1, cause: LeaseKill::OverLease { measured: 85, leased: 60 } }));
+
+    let mut bench = Bench::with(100, Rules { enforce: true, tolerance: 25, ..rules() });
+    bench.warm(1, 10, 30, 20);
+    bench.step(Event::Pulse { incarnation: 1, bytes: 85 });
+    assert_eq!((bench.ledger.charged(), killed(&bench.pass(rules().revise_time)).len()), (60, 0), "within the tolerance");
+}
+
+#[test]
+fn capacity_shrinks_at_once_and_grows_when_it_has_lasted() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 50, 0);
+    let effects = bench.step(Event::Capacity { bytes: 50 });
+    assert_eq!((retired(&effects), bench.view().capacity), (vec![1], 50));
+    bench.step(Event::Reaped { incarnation: 1 });
+    let large = bench.waits(vector(2, 60, 0, 0));
+    bench.step(Event::Capacity { bytes: 100 });
+    assert_eq!(bench.view().capacity, 50);
+    // It falls back in between, a little: only what lasted counts.
+    bench.pass(SECOND);
+    bench.step(Event::Capacity { bytes: 80 });
+    assert_eq!(granted_ids(&bench.pass(SECOND)), [large]);
+    assert_eq!(bench.view().capacity, 80);
+    bench.step(Event::Capacity { bytes: 500 });
+    bench.pass(rules().growth_time);
+    assert_eq!(bench.view().capacity, 100, "never beyond the budget");
+}
+
+#[test]
+fn below_capacity_nothing_is_granted() {
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(vector(1, 60, 0, 0));
+    bench.start(1);
+    bench.warm(2, 10, 0, 0);
+    bench.step(Event::Capacity { bytes: 50 });
+    let second = bench.waits(vector(3, 1, 0, 0));
+    let effects = bench.release(first);
+    assert_eq!(retired(&effects), [1]);
+    bench.step(Event::Reaped { incarnation: 2 });
+    assert_eq!(granted_ids(&bench.step(Event::Reaped { incarnation: 1 })), [second]);
+}
+
+#[test]
+fn the_compute_token_passes_in_order() {
+    let mut bench = Bench::new(100);
+    let ask = |n: u64| Event::TokenRequest { id: RequestId(n), job: JobId::from(format!("job{n}")) };
+    assert_eq!(bench.step(ask(1)), [Effect::TokenGranted { id: RequestId(1) }]);
+    assert_eq!(bench.step(ask(2)), []);
+    assert_eq!(bench.view().computing, Some(JobId::from("job1")));
+    assert_eq!(bench.step(Event::TokenEnded { id: RequestId(1) }), [Effect::TokenGranted { id: RequestId(2) }]);
+}
+
+#[test]
+fn the_invariants_notice_a_grant_before_proof() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 50, 30);
+    bench.waits(vector(2, 10, 10, 10));
+    let lease = bench.lease(1, Purpose::WorkingSet).unwrap();
+    bench.step(Event::Returned { incarnation: 1, lease, bytes: 0 });
+    let before = bench.ledger.clone();
+    let honest = Event::Measured { incarnation: 1, bytes: Some(60) };
+    let effects = bench.step(honest.clone());
+    assert_eq!(invariants::check_step(&before, &honest, &bench.ledger, &effects), Ok(()));
+    // The same step on the mere word of the process, on a measure that shows too much, and without the proof.
+    let word = Event::Returned { incarnation: 1, lease, bytes: 0 };
+    let too_much = Event::Measured { incarnation: 1, bytes: Some(61) };
+    for event in [word, too_much] {
+        let violation = invariants::check_step(&before, &event, &bench.ledger, &effects).unwrap_err();
+        assert_eq!(violation.id, "R2", "{violation}");
+    }
+    let silent: Vec<Effect> = effects.into_iter().filter(|e| !matches!(e, Effect::Proven { .. })).collect();
+    assert_eq!(invariants::check_step(&before, &honest, &bench.ledger, &silent).unwrap_err().id, "R2");
+}
