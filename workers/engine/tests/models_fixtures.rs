@@ -113,7 +113,8 @@ fn shards_give_the_same_bytes_and_half_precision_nearly() -> Result<()> {
     assert_eq!(compare(&run(Layout::Single(safetensors::Dtype::F16))?, &variant)?, 0.0);
     assert_eq!(variant.dtype(), DType::F32);
     // Weights rounded to 11 and 8 bits: far from equal, near enough to be the same network.
-    let (half, brain) = (compare(&variant, &single)?, compare(&run(Layout::Single(safetensors::Dtype::BF16))?, &single)?);
+    let (half, brain) =
+        (compare(&variant, &single)?, compare(&run(Layout::Single(safetensors::Dtype::BF16))?, &single)?);
     anyhow::ensure!(half > 0.0 && half < 5e-3, "f16 weights differ by {half:.2e}");
     anyhow::ensure!(brain > half && brain < 4e-2, "bf16 weights differ by {brain:.2e}");
     Ok(())

@@ -9,8 +9,8 @@ use super::components::{Collected, Part};
 use super::family::Pipeline;
 use super::fingerprint::Fingerprint;
 use super::report::{
-    ComponentReport, Defaults, DiffusionReport, Family, FileReport, ModelReport, NUMERICS_VERSION, Stage, Task, TaskReport,
-    TextReport, VaeReport, WorkingSet,
+    ComponentReport, Defaults, DiffusionReport, Family, FileReport, ModelReport, NUMERICS_VERSION, Stage, Task,
+    TaskReport, TextReport, VaeReport, WorkingSet,
 };
 use crate::formats::{Precision, WeightSet};
 use crate::models::{AutoencoderKl, AutoencoderKlConfig, ClipTextConfig, ClipTextModel, Unet, UnetConfig, VaeHalf};
@@ -56,8 +56,14 @@ impl Overrides {
 
 /// The report, or all problems.
 pub(super) fn assemble(folder: &Path, pipeline: &Pipeline, collected: Collected) -> Result<ModelReport, InspectError> {
-    let Collected { text: Some(text), unet: Some(unet), vae: Some(vae), scheduler: Some(scheduler), defaults, problems } =
-        collected
+    let Collected {
+        text: Some(text),
+        unet: Some(unet),
+        vae: Some(vae),
+        scheduler: Some(scheduler),
+        defaults,
+        problems,
+    } = collected
     else {
         return Err(InspectError::Problems { path: folder.to_path_buf(), problems: collected.problems });
     };
@@ -65,8 +71,9 @@ pub(super) fn assemble(folder: &Path, pipeline: &Pipeline, collected: Collected)
         return Err(InspectError::Problems { path: folder.to_path_buf(), problems });
     }
     let factor = vae.config.factor();
+    let text_class = if text.config.projection.is_some() { "CLIPTextModelWithProjection" } else { "CLIPTextModel" };
     let components = vec![
-        component(folder, Stage::Text, "CLIPTextModel", &text, text_tasks(&text.config)),
+        component(folder, Stage::Text, text_class, &text, text_tasks(&text.config)),
         component(folder, Stage::Diffusion, "UNet2DConditionModel", &unet, vec![denoise_task(&unet.config, factor)]),
         component(folder, Stage::Vae, "AutoencoderKL", &vae, vae_tasks(&vae.config)),
     ];
@@ -74,7 +81,8 @@ pub(super) fn assemble(folder: &Path, pipeline: &Pipeline, collected: Collected)
     for part in components.iter().map(|c| &c.fingerprint) {
         fingerprint.add(part.as_bytes());
     }
-    for file in ["model_index.json", "scheduler/scheduler_config.json", "tokenizer/vocab.json", "tokenizer/merges.txt"] {
+    for file in ["model_index.json", "scheduler/scheduler_config.json", "tokenizer/vocab.json", "tokenizer/merges.txt"]
+    {
         fingerprint.add(&std::fs::read(folder.join(file)).unwrap_or_default());
     }
     let sampler = scheduler.sampler.unwrap_or(SamplerKind::Dpmpp2m);

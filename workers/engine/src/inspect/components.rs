@@ -61,28 +61,29 @@ impl Collected {
         collected
     }
 
-    /// Checks that the parts belong to one another.
+    /// Checks that the parts belong to one another. What is wrong between them comes first: it explains the rest.
     fn check_together(&mut self) {
         let (Some(text), Some(unet), Some(vae)) = (&self.text, &self.unet, &self.vae) else { return };
+        let mut found = Vec::new();
         let (wide, hidden) = (unet.config.conditioning_width, text.config.hidden_size);
         if wide != hidden {
-            self.problems.push(format!("unet takes conditioning of width {wide}, but text_encoder gives {hidden}"));
+            found.push(format!("unet takes conditioning of width {wide}, but text_encoder gives {hidden}"));
         }
         let (out, latent, input) = (unet.config.out_channels, vae.config.latent_channels, unet.config.in_channels);
         if out != latent {
-            self.problems.push(format!("unet gives {out} channels, but vae has latents of {latent}"));
+            found.push(format!("unet gives {out} channels, but vae has latents of {latent}"));
         }
         // Latents alone, or with a mask and the masked latents.
-        if input != latent && input != 2 * latent + 1 {
-            let inpaint = 2 * latent + 1;
-            self.problems.push(format!(
-                "unet takes {input} channels; supported are {latent} (text and image to image) and {inpaint} (inpainting)"
-            ));
+        let inpaint = 2 * latent + 1;
+        if input != latent && input != inpaint {
+            let kinds = format!("{latent} (text and image to image) and {inpaint} (inpainting)");
+            found.push(format!("unet takes {input} channels; supported are {kinds}"));
         }
-        if vae.config.in_channels != 3 || vae.config.out_channels != 3 {
-            let (i, o) = (vae.config.in_channels, vae.config.out_channels);
-            self.problems.push(format!("vae has images of {i} and {o} channels; supported is 3"));
+        let (i, o) = (vae.config.in_channels, vae.config.out_channels);
+        if (i, o) != (3, 3) {
+            found.push(format!("vae has images of {i} and {o} channels; supported is 3"));
         }
+        self.problems.splice(0..0, found);
     }
 }
 

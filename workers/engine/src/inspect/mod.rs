@@ -13,8 +13,8 @@ use components::Collected;
 pub use error::InspectError;
 use family::Pipeline;
 pub use report::{
-    ComponentReport, Defaults, DiffusionReport, Family, FileReport, ModelReport, NUMERICS_VERSION, Stage, Task, TaskReport,
-    TextReport, VaeReport, WorkingSet,
+    ComponentReport, Defaults, DiffusionReport, Family, FileReport, ModelReport, NUMERICS_VERSION, Stage, Task,
+    TaskReport, TextReport, VaeReport, WorkingSet,
 };
 
 /// Describes the model in `folder`.

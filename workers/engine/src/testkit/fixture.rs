@@ -75,7 +75,8 @@ fn read_tensors(name: &str) -> Result<(BTreeMap<String, Place>, Vec<[u8; 4]>), F
     let invalid = |what: &str| FixtureError::Invalid(format!("{name}: {what}"));
     let bytes = read_gz(name)?;
     let (length, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| invalid("no length"))?;
-    let (header, data) = rest.split_at_checked(u64::from_le_bytes(*length) as usize).ok_or_else(|| invalid("no header"))?;
+    let (header, data) =
+        rest.split_at_checked(u64::from_le_bytes(*length) as usize).ok_or_else(|| invalid("no header"))?;
     let header = serde_json::from_slice(header).map_err(|e| invalid(&e.to_string()))?;
     let count = data.len() / 4;
     let numbers = (0..count).map(|i| [data[i], data[count + i], data[2 * count + i], data[3 * count + i]]).collect();
@@ -108,7 +109,8 @@ impl Fixture {
                 pools.insert(file.clone(), read_tensors(&format!("{file}.oracle.gz"))?.1);
             }
             let count = shape.iter().product::<usize>();
-            let numbers = pools[&file].get(offset..offset + count).ok_or_else(|| invalid(&format!("{key} is cut off")))?;
+            let numbers =
+                pools[&file].get(offset..offset + count).ok_or_else(|| invalid(&format!("{key} is cut off")))?;
             let tensor = if kind == "i32" {
                 let ids: Vec<u32> = numbers.iter().map(|&b| u32::from_le_bytes(b)).collect();
                 Tensor::from_vec(ids, shape, &Device::Cpu)?

@@ -56,8 +56,10 @@ pub fn write_safetensors(path: &Path, tensors: &[NewTensor], dtype: Dtype) -> Re
     for tensor in tensors {
         data.insert(&tensor.name, (bytes(&seeded(&tensor.seed, &tensor.shape), dtype), &tensor.shape));
     }
-    let views: Result<Vec<_>, _> =
-        data.iter().map(|(name, (bytes, shape))| Ok((name, TensorView::new(dtype, (*shape).clone(), bytes)?))).collect();
+    let views: Result<Vec<_>, _> = data
+        .iter()
+        .map(|(name, (bytes, shape))| Ok((name, TensorView::new(dtype, (*shape).clone(), bytes)?)))
+        .collect();
     let invalid = |e: safetensors::SafeTensorError| FixtureError::Invalid(format!("{}: {e}", path.display()));
     serialize_to_file(views.map_err(invalid)?, None, path).map_err(invalid)
 }
@@ -70,9 +72,7 @@ pub fn write_weights(folder: &Path, stem: &str, tensors: &[NewTensor], layout: L
     std::fs::create_dir_all(folder)?;
     match layout {
         Layout::Single(dtype) => write_safetensors(&folder.join(format!("{stem}.safetensors")), tensors, dtype),
-        Layout::Fp16Variant => {
-            write_safetensors(&folder.join(format!("{stem}.fp16.safetensors")), tensors, Dtype::F16)
-        }
+        Layout::Fp16Variant => write_safetensors(&folder.join(format!("{stem}.fp16.safetensors")), tensors, Dtype::F16),
         Layout::Shards(count) => {
             let mut map = serde_json::Map::new();
             for (i, part) in tensors.chunks(tensors.len().div_ceil(count)).enumerate() {

@@ -1,0 +1,128 @@
+//! The estimate of each task's memory against what an allocator counts. It has a program of its own, since the count is
+//! of everything in the process.
+#![allow(unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use sd_engine::inspect::{ModelReport, Task, inspect};
+use sd_engine::models::{AutoencoderKl, ClipTextModel, Unet, VaeHalf};
+use sd_engine::residency::{LoadEvent, Uninterrupted};
+use sd_engine::testkit::{DefaultModel, Fixture};
+
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system's allocator as it is; counting touches atomics alone.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        PEAK.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The largest sum of bytes that `work` had allocated at once, beyond what was there before.
+fn peak(work: impl FnOnce() -> Result<()>) -> Result<u64> {
+    let before = NOW.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    work()?;
+    Ok((PEAK.load(Ordering::Relaxed) - before) as u64)
+}
+
+fn proceed(_: &LoadEvent<'_>) -> std::ops::ControlFlow<()> {
+    std::ops::ControlFlow::Continue(())
+}
+
+fn estimate(report: &ModelReport, task: Task, width: usize, height: usize, tokens: u64) -> Result<u64> {
+    let mut tasks = report.components.iter().flat_map(|c| &c.tasks);
+    let task = tasks.find(|t| t.task == task).ok_or_else(|| anyhow::anyhow!("{task:?} is not in the report"))?;
+    Ok(task.working_set.bytes(width as u64, height as u64, tokens))
+}
+
+/// Estimates are bounds, and near enough at large sizes to admit what fits.
+fn check(what: &str, estimate: u64, measured: u64, large: bool) -> Result<()> {
+    println!("{what}: measured {measured}, estimated {estimate}, ratio {:.2}", estimate as f64 / measured as f64);
+    anyhow::ensure!(measured <= estimate, "{what} took {measured} bytes, above the estimate of {estimate}");
+    anyhow::ensure!(
+        !large || estimate <= 2 * measured,
+        "{what} took {measured} bytes, far below the {estimate} of the estimate"
+    );
+    Ok(())
+}
+
+fn measure(folder: &Path, sizes: &[(usize, usize)]) -> Result<()> {
+    let report = inspect(folder)?;
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
+    let text = ClipTextModel::load(&folder.join("text_encoder"), &mut proceed)?;
+    for rows in [2, 8, 20] {
+        let measured = peak(|| Ok(drop(text.forward(&vec![vec![1; 77]; rows], 0, &mut Uninterrupted)?)))?;
+        check(
+            &format!("text, {rows} rows"),
+            estimate(&report, Task::Encode, 0, 0, 77 * rows as u64)?,
+            measured,
+            false,
+        )?;
+    }
+    let unet = Unet::load(&folder.join("unet"), &mut proceed)?;
+    let halves = [VaeHalf::Encoder, VaeHalf::Decoder];
+    let vae = AutoencoderKl::load(&folder.join("vae"), &halves, &mut proceed)?;
+    let factor = report.vae.scale_factor;
+    for &(width, height) in sizes {
+        let large = width * height >= 256 * 256;
+        let (w, h) = (width / factor, height / factor);
+        for chunks in [1, 4] {
+            let conditioning = zeros(&[2, 77 * chunks, report.text.hidden_size])?;
+            let measured = peak(|| {
+                let latents = zeros(&[2, report.diffusion.in_channels, h, w])?;
+                let mut run = unet.begin(&conditioning, None)?;
+                for timestep in [900.0, 1.0] {
+                    run.forward(&latents, timestep, &mut Uninterrupted)?;
+                }
+                Ok(())
+            })?;
+            let tokens = 2 * 77 * chunks as u64;
+            let bound = estimate(&report, Task::Denoise, width, height, tokens)?;
+            check(&format!("denoise {width}×{height}, {chunks} chunks"), bound, measured, large && width >= 512)?;
+        }
+        let measured =
+            peak(|| Ok(drop(vae.decode(&zeros(&[1, report.vae.latent_channels, h, w])?, &mut Uninterrupted)?)))?;
+        check(
+            &format!("decode {width}×{height}"),
+            estimate(&report, Task::Decode, width, height, 0)?,
+            measured,
+            large,
+        )?;
+        let measured = peak(|| Ok(drop(vae.encode(&zeros(&[1, 3, height, width])?, &mut Uninterrupted)?)))?;
+        check(
+            &format!("encode {width}×{height}"),
+            estimate(&report, Task::VaeEncode, width, height, 0)?,
+            measured,
+            large,
+        )?;
+    }
+    Ok(())
+}
+
+#[test]
+fn estimates_bound_what_is_allocated_and_are_near_it() -> Result<()> {
+    measure(&DefaultModel::folder(), &[(64, 64), (72, 104), (256, 256), (520, 328)])?;
+    let folder = tempfile::tempdir()?;
+    Fixture::open("sd21")?.write_model(folder.path())?;
+    measure(folder.path(), &[(64, 64), (72, 72), (136, 264), (512, 512)])
+}
