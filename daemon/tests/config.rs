@@ -1,0 +1,207 @@
+//! The configuration as users meet it: through the program.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self { folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.path(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// `sdd` in an environment of its own, with a worker program that exists and is never run.
+    fn sdd(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sdd"));
+        command.env_clear().env("HOME", self.folder.path()).env("SDD_WORKER_BINARY", "/bin/true");
+        command.env("SDD_LOCK_DIR", self.path("locks")).env("SDD_RUNTIME_DIR", self.path("run"));
+        command
+    }
+
+    fn print(&self, change: impl FnOnce(&mut Command) -> &mut Command) -> Output {
+        let mut command = self.sdd();
+        change(command.arg("--print-config"));
+        command.output().unwrap()
+    }
+}
+
+fn stdout(output: &Output) -> String {
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// Exit code 64, one message; returns it.
+fn refusal(output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(64), "{output:?}");
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+fn line(text: &str, key: &str) -> String {
+    let found = text.lines().find(|line| line.starts_with(&format!("{key} = ")));
+    found.unwrap_or_else(|| panic!("no {key} in\n{text}")).to_owned()
+}
+
+#[test]
+fn flags_are_over_the_environment_over_the_file_over_defaults_and_each_says_so() {
+    let place = Place::new();
+    let file = place.write("my.toml", "threads = 3\n\n[deadlines]\npulse = \"4s\"\ncancel = \"1s\"\n[limits]\nsteps = 50\n");
+    let text = stdout(&place.print(|sdd| {
+        sdd.arg("--config").arg(&file).env("SDD_DEADLINES_PULSE", "5s").env("SDD_LIMITS_STEPS", "60").args([
+            "--set",
+            "limits.steps=70",
+            "--budget",
+            "8GiB",
+        ])
+    }));
+    assert_eq!(line(&text, "threads"), format!("threads = 3 # {}:1", file.display()));
+    assert_eq!(line(&text, "cancel"), format!("cancel = \"1s\" # {}:5", file.display()));
+    assert_eq!(line(&text, "pulse"), "pulse = \"5s\" # SDD_DEADLINES_PULSE");
+    assert_eq!(line(&text, "steps"), "steps = 70 # --set");
+    assert_eq!(line(&text, "budget"), "budget = \"8GiB\" # --budget");
+    assert_eq!(line(&text, "retire"), "retire = \"3s\" # default");
+}
+
+#[test]
+fn what_is_printed_is_a_configuration_file_that_prints_the_same() {
+    let place = Place::new();
+    let model = place.path("models/anime");
+    let first = stdout(&place.print(|sdd| {
+        sdd.args(["--listen", "127.0.0.1:0", "--listen", "unix:/tmp/a b.sock", "--threads", "2", "--budget", "1GiB"])
+            .arg("--model")
+            .arg(format!("anime={}", model.display()))
+    }));
+    let file = place.write("printed.toml", &first);
+    let second = stdout(&place.print(|sdd| sdd.arg("--config").arg(&file)));
+    let values = |text: &str| -> Vec<String> {
+        let plain = text.lines().filter(|line| !line.starts_with('#'));
+        plain.map(|line| line.rsplit_once(" # ").map_or(line, |(value, _)| value).to_owned()).collect()
+    };
+    assert_eq!(values(&first), values(&second));
+    assert!(values(&first).contains(&format!("\"anime\" = {:?}", model.display().to_string())), "{first}");
+}
+
+#[test]
+fn unknown_keys_and_wrong_values_name_key_file_and_line() {
+    let place = Place::new();
+    for (text, at, words) in [
+        ("threads = 2\n[deadlines]\npulze = \"3s\"\n", 3, vec!["pulze", "pulse_interval"]),
+        ("\n\nthread = 2\n", 3, vec!["thread", "threads"]),
+        ("threads = \"many\"\n", 1, vec!["many"]),
+        ("[devices.cpu]\nbudget = \"8 parsecs\"\n", 2, vec!["8 parsecs", "8GiB"]),
+        ("[limits\n", 1, vec![]),
+        ("threads = 2\nthreads = 3\n", 2, vec!["duplicate"]),
+    ] {
+        let file = place.write("bad.toml", text);
+        let message = refusal(&place.print(|sdd| sdd.arg("--config").arg(&file)));
+        assert!(message.contains(&format!("{}:{at}:", file.display())), "{text:?}: {message}");
+        for word in words {
+            assert!(message.contains(word), "{text:?}: {message}");
+        }
+    }
+    // Values that are of the right type and still cannot be.
+    for (text, at, key, word) in [
+        ("threads = 0\n", 1, "threads", "at least 1"),
+        ("\n[deadlines]\npulse = \"600ms\"\n", 3, "deadlines.pulse", "two pulse intervals"),
+        ("[deadlines]\ncancel = \"0s\"\n", 2, "deadlines.cancel", "more than 0"),
+        ("listen = []\n", 1, "listen", "nowhere"),
+        ("listen = [\"somewhere\"]\n", 1, "listen", "unix:PATH"),
+        ("socket_mode = \"0400\"\n", 1, "socket_mode", "0600"),
+        ("default_model = \"x\"\n", 1, "default_model", "there are: default"),
+        ("[models]\n\"a/b\" = \"/m\"\n", 2, "models.a/b", "slash"),
+        ("[devices.GPU-1]\nbudget = \"1GiB\"\n", 0, "devices.GPU-1", "no device"),
+        ("[log]\nformat = \"xml\"\n", 2, "log.format", "json"),
+        ("[log]\nfilter = \"sdd=loud\"\n", 2, "log.filter", "loud"),
+        ("worker_binary = \"missing/sd-worker\"\n", 1, "worker_binary", "missing/sd-worker"),
+    ] {
+        let file = place.write("bad.toml", text);
+        let message = refusal(&place.print(|sdd| sdd.env_remove("SDD_WORKER_BINARY").arg("--config").arg(&file)));
+        assert!(message.contains(key) && message.contains(word), "{text:?}: {message}");
+        if at > 0 {
+            assert!(message.contains(&format!("{}:{at})", file.display())), "{text:?}: {message}");
+        }
+    }
+    let absent = place.path("absent.toml");
+    assert!(refusal(&place.print(|sdd| sdd.arg("--config").arg(&absent))).contains("absent.toml"));
+}
+
+#[test]
+fn wrong_variables_and_flags_name_themselves() {
+    let place = Place::new();
+    let message = refusal(&place.print(|sdd| sdd.env("SDD_THREADS", "two")));
+    assert!(message.contains("threads (SDD_THREADS)") && message.contains("two"), "{message}");
+    for (flags, word) in [
+        (["--set", "limits.stepz=3"], "limits.stepz"),
+        (["--set", "nothing"], "KEY=VALUE"),
+        (["--model", "anime"], "NAME=FOLDER"),
+        (["--budget", "lots"], "--budget"),
+        (["--listen", "0.0.0.0:7860"], "insecure_listen"),
+        (["--listen", "example.org:7860"], "not authenticated"),
+        (["--threads", "-1"], "threads"),
+        (["--no-such-flag", "x"], "--no-such-flag"),
+    ] {
+        let message = refusal(&place.print(|sdd| sdd.args(flags)));
+        assert!(message.contains(word), "{flags:?}: {message}");
+    }
+    let long = format!("/{}", "x".repeat(200));
+    assert!(refusal(&place.print(|sdd| sdd.args(["--runtime-dir", &long]))).contains("shorter"));
+    let open = stdout(&place.print(|sdd| sdd.args(["--listen", "0.0.0.0:7860", "--insecure-listen"])));
+    assert!(open.contains("insecure_listen = true # --insecure-listen"));
+}
+
+#[test]
+fn the_users_file_counts_before_the_systems_and_its_relative_paths_start_there() {
+    let place = Place::new();
+    let file = place.write(".config/sdd/config.toml", "models_dir = \"models\"\n[models]\nbig = \"../big\"\n");
+    let text = stdout(&place.print(|sdd| sdd));
+    let folder = file.parent().unwrap();
+    assert!(line(&text, "models_dir").contains(&folder.join("models").display().to_string()), "{text}");
+    assert!(text.contains(&folder.join("../big").display().to_string()), "{text}");
+    let other = place.write("xdg/sdd/config.toml", "threads = 7\n");
+    let text = stdout(&place.print(|sdd| sdd.env("XDG_CONFIG_HOME", place.path("xdg"))));
+    assert_eq!(line(&text, "threads"), format!("threads = 7 # {}:1", other.display()));
+}
+
+#[test]
+fn the_worker_is_found_beside_the_daemon_or_in_the_path() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let place = Place::new();
+    let own = place.path("bin/sdd");
+    let search = Some(std::env::join_paths([place.path("first"), place.path("second")]).unwrap());
+    let find = || sdd::config::find_worker(Some(&own), search.clone());
+    let message = find().unwrap_err();
+    assert!(message.contains("bin/sd-worker") && message.contains("worker_binary"), "{message}");
+    let program = |name: &str, mode| {
+        let path = place.write(name, "");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        path
+    };
+    program("first/sd-worker", 0o644);
+    let second = program("second/sd-worker", 0o755);
+    assert_eq!(find().unwrap(), second, "what cannot be run is passed over");
+    let beside = program("bin/sd-worker", 0o755);
+    assert_eq!(find().unwrap(), beside);
+}
+
+#[test]
+fn bad_configuration_ends_the_daemon_before_anything_is_bound() {
+    let place = Place::new();
+    let output = place.sdd().args(["--set", "deadlines.pulse=1ms"]).output().unwrap();
+    let message = refusal(&output);
+    assert!(message.starts_with("sdd: deadlines.pulse (--set)"), "{message}");
+    for name in ["run", "locks"] {
+        assert!(!Path::new(&place.path(name)).exists(), "{name} was made");
+    }
+}
