@@ -13,10 +13,13 @@ pub struct Programs {
     pub sd_worker: PathBuf,
     /// The client.
     pub sdctl: PathBuf,
+    /// A worker that misbehaves on purpose; see its source.
+    pub faulty_worker: PathBuf,
 }
 
-/// The programs, built if they are not up to date. `cargo test` builds the tests of this crate and not the binaries of
-/// others, so this asks cargo, which holds no lock while tests run; up to date it costs a fraction of a second.
+/// The programs, built if they are not up to date. Tests of one package do not build the binaries of others, so this asks
+/// cargo, which holds no lock while tests run; up to date it costs a fraction of a second. What it asks for is what
+/// `cargo test --workspace` builds, so that dependencies are built once.
 pub fn programs() -> &'static Programs {
     static PROGRAMS: OnceLock<Programs> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
@@ -29,7 +32,7 @@ pub fn programs() -> &'static Programs {
             None => "dev",
         };
         let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-            .args(["build", "--quiet", "--bins", "-p", "sdd", "-p", "sd-worker", "-p", "sd-client", "--profile", profile])
+            .args(["build", "--quiet", "--workspace", "--bins", "--tests", "--profile", profile])
             .current_dir(repository())
             .env("CARGO_TARGET_DIR", folder.parent().expect("the target folder"))
             .status()
@@ -39,6 +42,7 @@ pub fn programs() -> &'static Programs {
             sdd: folder.join("sdd"),
             sd_worker: folder.join("sd-worker"),
             sdctl: folder.join("sdctl"),
+            faulty_worker: folder.join("faulty-worker"),
         }
     })
 }

@@ -66,7 +66,7 @@ impl Sandbox {
             .env("XDG_CONFIG_HOME", self.path().join("config"))
             .env("XDG_CACHE_HOME", cache)
             .env("HOME", self.path().join("home"))
-            .env("SDCTL_SYSTEM_SOCKET", self.path().join("no-system-socket"))
+            .env("SDD_SYSTEM_SOCKET", self.path().join("no-system-socket"))
             .env("NO_COLOR", "1")
             .current_dir(self.out())
             .stdin(Stdio::null());

@@ -24,7 +24,8 @@ impl StageModel for DiffusionStage {
     fn load(&mut self, folder: &Path, _task: &Task, control: &Control<'_>) -> Result<(), RunError> {
         if self.loaded.is_none() {
             let config = SchedulerConfig::load(&folder.join("scheduler").join("scheduler_config.json"))
-                .map_err(PipelineError::from)?;
+                .map_err(PipelineError::from)?
+                .for_latents();
             let unet = Unet::load(&folder.join("unet"), &mut |event| {
                 control.block(TaskPhase::Loading, event.done, event.total)
             })?;

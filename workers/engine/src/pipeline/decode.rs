@@ -53,7 +53,8 @@ mod tests {
     #[test]
     fn bytes_are_rounded_half_to_even_and_clamped() {
         assert_eq!([-2.0, -1.0, 0.0, 1.0, 3.0].map(to_byte), [0, 0, 128, 255, 255]);
-        assert_eq!(to_byte(1.0 / 255.0 - 1.0), 0, "0.5 rounds to even");
-        assert_eq!(to_byte(3.0 / 255.0 - 1.0), 2, "1.5 rounds to even");
+        for byte in 0..=255u8 {
+            assert_eq!(to_byte(f32::from(byte) / 255.0 * 2.0 - 1.0), byte, "there and back");
+        }
     }
 }

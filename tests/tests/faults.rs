@@ -1,0 +1,199 @@
+//! What happens when a program dies, hangs or lies, with real processes: one clear terminal event in bounded time, the next
+//! call works, nothing is left.
+
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use sd_proto::exit::ProgramExit;
+use sd_tests::daemon::Options;
+use sd_tests::process::{Process, eventually};
+use sd_tests::random::Random;
+use sd_tests::sandbox::text;
+use sd_tests::{Daemon, Sandbox};
+
+/// A job that runs long enough to be hit in any stage.
+const JOB: [&str; 6] = ["generate", "a robot", "--steps", "12", "--seed", "5"];
+/// Long enough for any job here on a loaded machine; only a failure takes it.
+const LONG: Duration = Duration::from_secs(120);
+
+fn job(sandbox: &Sandbox, daemon: &Daemon, name: &str) -> std::process::Command {
+    let mut command = sandbox.sdctl(JOB);
+    command.args(["--endpoint", &daemon.endpoint, "--force", "-o", name]);
+    command
+}
+
+/// Waits until the worker of a stage has started, then for a random moment of its life.
+fn worker_at_random_moment(sandbox: &Sandbox, stage: &str, random: &mut Random) -> Process {
+    let found = eventually(LONG, || {
+        sandbox.processes_of("sd-worker").into_iter().find(|worker| worker.argument("--stage") == Some(stage))
+    });
+    let worker = found.unwrap_or_else(|| panic!("no {stage} worker started"));
+    std::thread::sleep(Duration::from_micros(random.below(400_000)));
+    worker
+}
+
+#[test]
+fn a_worker_killed_at_any_moment_costs_its_job_alone() {
+    let mut random = Random::from_environment("killed workers");
+    let sandbox = Sandbox::new();
+    let daemon = Daemon::start(&sandbox, &Options::default());
+    for stage in ["text", "diffusion", "vae", "diffusion", "text"] {
+        // No warm worker: each round sees one start.
+        for worker in sandbox.processes_of("sd-worker") {
+            worker.signal(Signal::SIGKILL);
+        }
+        let child = job(&sandbox, &daemon, "x.png").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let worker = worker_at_random_moment(&sandbox, stage, &mut random);
+        worker.signal(Signal::SIGKILL);
+        let killed = Instant::now();
+        let output = child.wait_with_output().unwrap();
+        // A worker that was hit after its task was idle: the job does not notice.
+        if !output.status.success() {
+            let said = text(&output);
+            assert!(said.contains("worker") && said.contains("kill"), "{stage}: {said}");
+            assert!(killed.elapsed() < Duration::from_secs(10), "{stage}: the job failed after {:?}", killed.elapsed());
+        }
+        let next = job(&sandbox, &daemon, "y.png").output().unwrap();
+        assert!(next.status.success(), "the call after a killed {stage} worker: {}", text(&next));
+    }
+    assert!(daemon.stop().success());
+    sandbox.expect_no_process(Duration::from_secs(3));
+}
+
+#[test]
+fn a_frozen_worker_is_noticed_and_killed() {
+    let mut random = Random::from_environment("frozen workers");
+    let sandbox = Sandbox::new();
+    let daemon = Daemon::start(&sandbox, &Options::default().set("deadlines.pulse=1s"));
+    let mut long = job(&sandbox, &daemon, "x.png");
+    let child = long.args(["--steps", "200"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let worker = worker_at_random_moment(&sandbox, "diffusion", &mut random);
+    worker.signal(Signal::SIGSTOP);
+    let frozen = Instant::now();
+    let output = child.wait_with_output().unwrap();
+    assert!(!output.status.success(), "{}", text(&output));
+    assert!(frozen.elapsed() < Duration::from_secs(30), "noticed after {:?}", frozen.elapsed());
+    assert!(sandbox.processes().iter().all(|process| process.pid != worker.pid), "the frozen worker lives");
+    let next = job(&sandbox, &daemon, "y.png").output().unwrap();
+    assert!(next.status.success(), "{}", text(&next));
+}
+
+#[test]
+fn a_worker_that_lies_or_ends_costs_itself_and_one_job() {
+    for fault in [
+        "text:lying-shape",
+        "diffusion:lying-writer",
+        "vae:garbage",
+        "diffusion:unsealed",
+        "vae:exit-zero",
+        "text:abort",
+        "diffusion:other-task",
+        "vae:frozen",
+        "text:wrong-token",
+        "diffusion:silent",
+    ] {
+        let sandbox = Sandbox::new();
+        let options =
+            Options::default().fault(fault).set("deadlines.pulse=1s").set("deadlines.handshake=2s");
+        let daemon = Daemon::start(&sandbox, &options);
+        let started = Instant::now();
+        let output = job(&sandbox, &daemon, "x.png").output().unwrap();
+        assert!(!output.status.success(), "{fault}: the job succeeded");
+        assert!(started.elapsed() < Duration::from_secs(60), "{fault}: {:?}", started.elapsed());
+        let said = text(&output);
+        assert!(said.contains("worker") || said.contains("segment"), "{fault}: {said}");
+        // The daemon lives and answers; the other stages' workers were not harmed.
+        let status = sandbox.sdctl(["status", "--endpoint", &daemon.endpoint]).output().unwrap();
+        assert!(status.status.success(), "{fault}: {}", text(&status));
+        let instances = sandbox.instances();
+        assert!(daemon.stop().success(), "{fault}");
+        sandbox.expect_no_process(Duration::from_secs(3));
+        assert_eq!(Sandbox::segments(&instances), Vec::<String>::new(), "{fault}: segments are left");
+    }
+}
+
+#[test]
+fn a_killed_daemon_takes_its_workers_along_and_the_next_start_sweeps_up() {
+    let mut random = Random::from_environment("killed daemon");
+    let sandbox = Sandbox::new();
+    let daemon = Daemon::start(&sandbox, &Options::default());
+    let socket = daemon.socket();
+    let child = job(&sandbox, &daemon, "x.png").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    worker_at_random_moment(&sandbox, "diffusion", &mut random);
+    let instances = sandbox.instances();
+    assert_eq!(instances.len(), 1);
+    daemon.signal(Signal::SIGKILL);
+    let killed = Instant::now();
+    let output = child.wait_with_output().unwrap();
+    assert!(killed.elapsed() < Duration::from_secs(10), "the client noticed after {:?}", killed.elapsed());
+    assert!(!output.status.success(), "{}", text(&output));
+    sandbox.expect_no_process(Duration::from_secs(3));
+    let next = Daemon::start(&sandbox, &Options::default());
+    assert_eq!(next.socket(), socket, "the stale socket was replaced");
+    assert_eq!(Sandbox::segments(&instances), Vec::<String>::new(), "segments of the dead daemon are left");
+    assert!(sandbox.instances().iter().all(|id| !instances.contains(id)), "its lock file is left");
+    let output = job(&sandbox, &next, "y.png").output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+}
+
+#[test]
+fn a_private_daemon_that_is_killed_leaves_nothing_either() {
+    let mut random = Random::from_environment("killed private daemon");
+    let sandbox = Sandbox::new();
+    let mut command = sandbox.sdctl(JOB);
+    let child = command.args(["-o", "x.png"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    worker_at_random_moment(&sandbox, "diffusion", &mut random);
+    let instances = sandbox.instances();
+    let daemon = sandbox.processes_of("sdd").pop().expect("a private daemon");
+    daemon.signal(Signal::SIGKILL);
+    let output = child.wait_with_output().unwrap();
+    assert!(!output.status.success(), "{}", text(&output));
+    sandbox.expect_no_process(Duration::from_secs(3));
+    assert_eq!(Sandbox::segments(&instances), Vec::<String>::new());
+    assert_eq!(sandbox.instances(), Vec::<String>::new());
+    assert_eq!(std::fs::read_dir(sandbox.path().join("run")).unwrap().count(), 0);
+}
+
+#[test]
+fn ctrl_c_cancels_the_job_and_the_next_call_works() {
+    let mut random = Random::from_environment("ctrl-c");
+    let sandbox = Sandbox::new();
+    let daemon = Daemon::start(&sandbox, &Options::default());
+    for _ in 0..3 {
+        let mut long = job(&sandbox, &daemon, "x.png");
+        let child = long.args(["--steps", "300"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        worker_at_random_moment(&sandbox, "diffusion", &mut random);
+        let client = Process { pid: child.id() as i32, arguments: vec!["sdctl".into()] };
+        client.signal(Signal::SIGINT);
+        let asked = Instant::now();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(ProgramExit::Interrupted.code()), "{}", text(&output));
+        assert!(asked.elapsed() < Duration::from_secs(10), "cancelled after {:?}", asked.elapsed());
+        let jobs = sandbox.sdctl_ok(["jobs", "--all", "--endpoint", &daemon.endpoint]);
+        assert!(text(&jobs).contains("cancelled"), "{}", text(&jobs));
+    }
+    let next = job(&sandbox, &daemon, "y.png").output().unwrap();
+    assert!(next.status.success(), "{}", text(&next));
+}
+
+#[test]
+fn a_client_that_vanishes_cancels_its_job_unless_it_asked_to_keep_it() {
+    let mut random = Random::from_environment("vanished client");
+    let sandbox = Sandbox::new();
+    let daemon = Daemon::start(&sandbox, &Options::default());
+    let jobs = || text(&sandbox.sdctl_ok(["jobs", "--all", "--endpoint", &daemon.endpoint]));
+    let mut vanish = |more: &[&str]| {
+        let mut long = job(&sandbox, &daemon, "x.png");
+        let mut child = long.args(more).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        worker_at_random_moment(&sandbox, "diffusion", &mut random);
+        child.kill().unwrap();
+        child.wait().unwrap();
+    };
+    vanish(&["--steps", "300"]);
+    let cancelled = eventually(Duration::from_secs(10), || jobs().contains("cancelled").then_some(()));
+    assert!(cancelled.is_some(), "the job runs on: {}", jobs());
+    vanish(&["--keep"]);
+    let kept = eventually(LONG, || jobs().contains("succeeded").then_some(()));
+    assert!(kept.is_some(), "the kept job did not end: {}", jobs());
+}
