@@ -177,6 +177,9 @@ impl PrivateDaemon {
             .arg(ready_theirs.as_raw_fd().to_string())
             .arg("--runtime-dir")
             .arg(&dir.path)
+            // A configuration file may name addresses that are not for this one call.
+            .arg("--listen")
+            .arg(Endpoint::Unix(dir.path.join("sdd.sock")).to_string())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(stderr)
@@ -360,7 +363,9 @@ impl RuntimeDir {
         let mut last = io::Error::from(io::ErrorKind::NotFound);
         for base in own.into_iter().chain([std::env::temp_dir(), PathBuf::from("/tmp")]) {
             // Room for the longest name of a socket in it.
-            if base.as_os_str().len() + "/sdd-private-0123456789abcdef/".len() + 24 > MAX_SOCKET_PATH {
+            if base.as_os_str().len() + "/sdd-private-0123456789abcdef/link-0123456789abcdef.sock".len()
+                > MAX_SOCKET_PATH
+            {
                 continue;
             }
             let path = base.join(format!("sdd-private-{}", random_name()?));
@@ -498,8 +503,10 @@ mod tests {
     async fn one_that_is_dropped_is_killed() {
         let dir = tempfile::tempdir().unwrap();
         // Ignores the pipe's end and SIGTERM alike.
-        let sdd =
-            stand_in(dir.path(), "trap '' TERM; echo unix:$dir/sdd.sock > /proc/self/fd/$ready; while :; do sleep 60; done");
+        let sdd = stand_in(
+            dir.path(),
+            "trap '' TERM; echo unix:$dir/sdd.sock > /proc/self/fd/$ready; while :; do sleep 60; done",
+        );
         let daemon = PrivateDaemon::start(Some(&sdd), Some(dir.path().into()), false).await.unwrap();
         let process = Pid::from_raw(daemon.pid());
         let runtime = daemon.dir.path.clone();
