@@ -493,12 +493,18 @@ fn an_overdraft_is_charged_reported_and_killed_where_that_is_asked_for() {
     let effects = bench.step(Event::Pulse { incarnation: 1, bytes: 85 });
     assert_eq!(revised(&effects), [(1, bench.lease(1, Purpose::WorkingSet).unwrap(), 20)]);
     let effects = bench.pass(rules().revise_time);
-    assert!(effects.contains(&Effect::Kill { incarnation: 1, cause: LeaseKill::OverLease { measured: 85, leased: 60 } }));
+    assert!(
+        effects.contains(&Effect::Kill { incarnation: 1, cause: LeaseKill::OverLease { measured: 85, leased: 60 } })
+    );
 
     let mut bench = Bench::with(100, Rules { enforce: true, tolerance: 25, ..rules() });
     bench.warm(1, 10, 30, 20);
     bench.step(Event::Pulse { incarnation: 1, bytes: 85 });
-    assert_eq!((bench.ledger.charged(), killed(&bench.pass(rules().revise_time)).len()), (60, 0), "within the tolerance");
+    assert_eq!(
+        (bench.ledger.charged(), killed(&bench.pass(rules().revise_time)).len()),
+        (60, 0),
+        "within the tolerance"
+    );
 }
 
 #[test]

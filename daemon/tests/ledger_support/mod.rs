@@ -6,8 +6,8 @@ use std::time::Duration;
 use sdd::arena::SharedPool;
 use sdd::ids::{DeviceId, JobId, Tenant};
 use sdd::residency::{
-    Afterwards, Decision, DecisionKind, DeviceSnapshot, Effect, Event, GrantedLease, Incarnation, Ledger, LeaseId,
-    LeasePart, LeaseVector, Purpose, Refusal, RequestId, Rules,
+    Afterwards, Decision, DecisionKind, DeviceSnapshot, Effect, Event, GrantedLease, Incarnation, LeaseId, LeasePart,
+    LeaseVector, Ledger, Purpose, Refusal, RequestId, Rules,
 };
 
 /// Rules with round numbers and no tolerance, so that tests count exact bytes.

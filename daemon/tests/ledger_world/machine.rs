@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use sdd::arena::SharedPool;
 use sdd::ids::DeviceId;
-use sdd::residency::{Effect, Event, Incarnation, Ledger, LeaseId, Rules};
+use sdd::residency::{Effect, Event, Incarnation, LeaseId, Ledger, Rules};
 
 use super::WORLD;
 use crate::ledger_support::rules;

@@ -8,37 +8,87 @@ use super::WORLD;
 /// One operation.
 #[derive(Debug, Clone, Copy)]
 pub enum Op {
-    Request { new: bool, at: usize, context: u64, weights: u64, luxury: u64, working_set: u64, shared_memory: u64 },
-    Withdraw { at: usize },
-    Release { at: usize, afterwards: Afterwards },
-    Spawn { at: usize },
-    Attach { at: usize },
+    Request {
+        new: bool,
+        at: usize,
+        context: u64,
+        weights: u64,
+        luxury: u64,
+        working_set: u64,
+        shared_memory: u64,
+    },
+    Withdraw {
+        at: usize,
+    },
+    Release {
+        at: usize,
+        afterwards: Afterwards,
+    },
+    Spawn {
+        at: usize,
+    },
+    Attach {
+        at: usize,
+    },
     /// A process does what it was told.
-    Obey { at: usize },
+    Obey {
+        at: usize,
+    },
     /// A process says it did.
-    Lie { at: usize },
+    Lie {
+        at: usize,
+    },
     /// A process stops pulsing.
-    Hang { at: usize },
+    Hang {
+        at: usize,
+    },
     /// A process says that it holds more than it does.
-    Exaggerate { at: usize, more: u64 },
+    Exaggerate {
+        at: usize,
+        more: u64,
+    },
     /// A process dies by itself, unnoticed.
-    Die { at: usize },
+    Die {
+        at: usize,
+    },
     /// A process's link breaks.
-    Lose { at: usize },
+    Lose {
+        at: usize,
+    },
     /// A kill takes effect.
-    Execute { at: usize },
-    Reap { at: usize },
+    Execute {
+        at: usize,
+    },
+    Reap {
+        at: usize,
+    },
     /// The device no longer shows a reaped process.
-    Fade { at: usize },
+    Fade {
+        at: usize,
+    },
     /// A measurement is answered, or fails.
-    Measure { answer: bool },
-    Extend { at: usize, min: u64, want: u64 },
-    Retire { at: usize },
+    Measure {
+        answer: bool,
+    },
+    Extend {
+        at: usize,
+        min: u64,
+        want: u64,
+    },
+    Retire {
+        at: usize,
+    },
     Token,
-    TokenEnd { waiting: bool },
-    Capacity { bytes: u64 },
+    TokenEnd {
+        waiting: bool,
+    },
+    Capacity {
+        bytes: u64,
+    },
     FreeOutput,
-    Pass { millis: u64 },
+    Pass {
+        millis: u64,
+    },
 }
 
 fn afterwards() -> impl Strategy<Value = Afterwards> {
