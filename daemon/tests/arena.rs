@@ -130,7 +130,8 @@ fn every_lie_of_a_header_is_found() {
     let arena = arena(1 << 20);
     let make = || arena.create(ElementType::F32, 64, 7, "latents").unwrap();
     let truth = |segment: &SegmentHandle| header(&segment.message(&[]), &[4]);
-    let lies: [(&str, fn(Header) -> Header); 5] = [
+    type Lie = fn(Header) -> Header;
+    let lies: [(&str, Lie); 5] = [
         ("element type", |h| Header { element_type: ElementType::U8, ..h }),
         ("capacity", |h| Header { capacity: 1 << 40, ..h }),
         ("capacity", |h| Header { capacity: 1 << 40, shape: vec![1 << 30], ..h }),

@@ -11,12 +11,12 @@ use sdd::residency::{
 };
 
 /// Rules with round numbers and no tolerance, so that tests count exact bytes.
-pub fn rules() -> Rules {
+pub(crate) fn rules() -> Rules {
     Rules { tolerance: 0, bytes_per_second: u64::MAX, ..Rules::default() }
 }
 
 /// A vector of context, weights and working set; parts of 0 bytes are left out.
-pub fn vector(incarnation: Incarnation, context: u64, weights: u64, working_set: u64) -> LeaseVector {
+pub(crate) fn vector(incarnation: Incarnation, context: u64, weights: u64, working_set: u64) -> LeaseVector {
     let parts = [(Purpose::Context, context), (Purpose::Weights, weights), (Purpose::WorkingSet, working_set)];
     LeaseVector {
         device: DeviceId::cpu(),
@@ -30,29 +30,29 @@ pub fn vector(incarnation: Incarnation, context: u64, weights: u64, working_set:
 }
 
 /// The bench.
-pub struct Bench {
-    pub ledger: Ledger,
-    pub pool: SharedPool,
-    pub now: Duration,
+pub(crate) struct Bench {
+    pub(crate) ledger: Ledger,
+    pub(crate) pool: SharedPool,
+    pub(crate) now: Duration,
     next: u64,
 }
 
 impl Bench {
-    pub fn new(budget: u64) -> Self {
+    pub(crate) fn new(budget: u64) -> Self {
         Self::with(budget, rules())
     }
 
-    pub fn with(budget: u64, rules: Rules) -> Self {
+    pub(crate) fn with(budget: u64, rules: Rules) -> Self {
         let ledger = Ledger::new(DeviceId::cpu(), budget, rules, 1);
         Self { ledger, pool: SharedPool::new(1000), now: Duration::ZERO, next: 1 }
     }
 
-    pub fn step(&mut self, event: Event) -> Vec<Effect> {
+    pub(crate) fn step(&mut self, event: Event) -> Vec<Effect> {
         self.ledger.step(event, self.now, &mut self.pool)
     }
 
     /// Lets time pass, with a tick whenever the ledger wants one. Returns all effects.
-    pub fn pass(&mut self, time: Duration) -> Vec<Effect> {
+    pub(crate) fn pass(&mut self, time: Duration) -> Vec<Effect> {
         let end = self.now + time;
         let mut effects = Vec::new();
         while let Some(wake) = self.ledger.next_wake().filter(|wake| *wake <= end) {
@@ -64,28 +64,28 @@ impl Bench {
         effects
     }
 
-    pub fn ask(&mut self, vector: LeaseVector) -> (RequestId, Vec<Effect>) {
+    pub(crate) fn ask(&mut self, vector: LeaseVector) -> (RequestId, Vec<Effect>) {
         let id = RequestId(self.next);
         self.next += 1;
         (id, self.step(Event::Request { id, vector }))
     }
 
     /// Asks, and expects the grant at once.
-    pub fn granted(&mut self, vector: LeaseVector) -> (RequestId, Vec<GrantedLease>) {
+    pub(crate) fn granted(&mut self, vector: LeaseVector) -> (RequestId, Vec<GrantedLease>) {
         let (id, effects) = self.ask(vector);
         let leases = grants(&effects).into_iter().find(|(granted, _)| *granted == id).map(|(_, leases)| leases);
         (id, leases.unwrap_or_else(|| panic!("not granted: {effects:#?}")))
     }
 
     /// Asks, and expects to wait.
-    pub fn waits(&mut self, vector: LeaseVector) -> RequestId {
+    pub(crate) fn waits(&mut self, vector: LeaseVector) -> RequestId {
         let (id, effects) = self.ask(vector);
         assert!(grants(&effects).is_empty() && refusals(&effects).is_empty(), "{effects:#?}");
         id
     }
 
     /// Asks, and expects a refusal.
-    pub fn refused(&mut self, vector: LeaseVector) -> Refusal {
+    pub(crate) fn refused(&mut self, vector: LeaseVector) -> Refusal {
         let (id, effects) = self.ask(vector);
         match refusals(&effects).as_slice() {
             [(refused, refusal)] if *refused == id => refusal.clone(),
@@ -93,34 +93,34 @@ impl Bench {
         }
     }
 
-    pub fn release(&mut self, id: RequestId) -> Vec<Effect> {
+    pub(crate) fn release(&mut self, id: RequestId) -> Vec<Effect> {
         self.step(Event::Release { id, afterwards: Afterwards::Keep })
     }
 
     /// A process that runs and listens.
-    pub fn start(&mut self, incarnation: Incarnation) {
+    pub(crate) fn start(&mut self, incarnation: Incarnation) {
         self.step(Event::Spawned { incarnation });
         self.step(Event::Attached { incarnation });
     }
 
     /// An idle process that holds all this.
-    pub fn warm(&mut self, incarnation: Incarnation, context: u64, weights: u64, working_set: u64) {
+    pub(crate) fn warm(&mut self, incarnation: Incarnation, context: u64, weights: u64, working_set: u64) {
         let (id, _) = self.granted(vector(incarnation, context, weights, working_set));
         self.start(incarnation);
         self.release(id);
     }
 
-    pub fn view(&self) -> DeviceSnapshot {
+    pub(crate) fn view(&self) -> DeviceSnapshot {
         self.ledger.snapshot("test", 0, self.now)
     }
 
-    pub fn lease(&self, incarnation: Incarnation, purpose: Purpose) -> Option<LeaseId> {
+    pub(crate) fn lease(&self, incarnation: Incarnation, purpose: Purpose) -> Option<LeaseId> {
         let leases = self.view().leases;
         leases.iter().find(|lease| lease.incarnation == incarnation && lease.purpose == purpose).map(|lease| lease.id)
     }
 }
 
-pub fn grants(effects: &[Effect]) -> Vec<(RequestId, Vec<GrantedLease>)> {
+pub(crate) fn grants(effects: &[Effect]) -> Vec<(RequestId, Vec<GrantedLease>)> {
     let granted = effects.iter().filter_map(|effect| match effect {
         Effect::Granted { id, leases, .. } => Some((*id, leases.clone())),
         _ => None,
@@ -128,11 +128,11 @@ pub fn grants(effects: &[Effect]) -> Vec<(RequestId, Vec<GrantedLease>)> {
     granted.collect()
 }
 
-pub fn granted_ids(effects: &[Effect]) -> Vec<RequestId> {
+pub(crate) fn granted_ids(effects: &[Effect]) -> Vec<RequestId> {
     grants(effects).into_iter().map(|(id, _)| id).collect()
 }
 
-pub fn refusals(effects: &[Effect]) -> Vec<(RequestId, Refusal)> {
+pub(crate) fn refusals(effects: &[Effect]) -> Vec<(RequestId, Refusal)> {
     let refused = effects.iter().filter_map(|effect| match effect {
         Effect::Refused { id, refusal } => Some((*id, refusal.clone())),
         _ => None,
@@ -140,7 +140,7 @@ pub fn refusals(effects: &[Effect]) -> Vec<(RequestId, Refusal)> {
     refused.collect()
 }
 
-pub fn retired(effects: &[Effect]) -> Vec<Incarnation> {
+pub(crate) fn retired(effects: &[Effect]) -> Vec<Incarnation> {
     let retired = effects.iter().filter_map(|effect| match effect {
         Effect::Retire { incarnation } => Some(*incarnation),
         _ => None,
@@ -148,7 +148,7 @@ pub fn retired(effects: &[Effect]) -> Vec<Incarnation> {
     retired.collect()
 }
 
-pub fn killed(effects: &[Effect]) -> Vec<Incarnation> {
+pub(crate) fn killed(effects: &[Effect]) -> Vec<Incarnation> {
     let killed = effects.iter().filter_map(|effect| match effect {
         Effect::Kill { incarnation, .. } => Some(*incarnation),
         _ => None,
@@ -156,7 +156,7 @@ pub fn killed(effects: &[Effect]) -> Vec<Incarnation> {
     killed.collect()
 }
 
-pub fn revised(effects: &[Effect]) -> Vec<(Incarnation, LeaseId, u64)> {
+pub(crate) fn revised(effects: &[Effect]) -> Vec<(Incarnation, LeaseId, u64)> {
     let revised = effects.iter().filter_map(|effect| match effect {
         Effect::Revise { incarnation, lease, to, .. } => Some((*incarnation, *lease, *to)),
         _ => None,
@@ -164,7 +164,7 @@ pub fn revised(effects: &[Effect]) -> Vec<(Incarnation, LeaseId, u64)> {
     revised.collect()
 }
 
-pub fn measures(effects: &[Effect]) -> Vec<Incarnation> {
+pub(crate) fn measures(effects: &[Effect]) -> Vec<Incarnation> {
     let measured = effects.iter().filter_map(|effect| match effect {
         Effect::Measure { incarnation } => Some(*incarnation),
         _ => None,
@@ -172,7 +172,7 @@ pub fn measures(effects: &[Effect]) -> Vec<Incarnation> {
     measured.collect()
 }
 
-pub fn proven(effects: &[Effect]) -> u64 {
+pub(crate) fn proven(effects: &[Effect]) -> u64 {
     let bytes = effects.iter().map(|effect| match effect {
         Effect::Proven { bytes, .. } => *bytes,
         _ => 0,
@@ -180,7 +180,7 @@ pub fn proven(effects: &[Effect]) -> u64 {
     bytes.sum()
 }
 
-pub fn decisions(effects: &[Effect]) -> Vec<Decision> {
+pub(crate) fn decisions(effects: &[Effect]) -> Vec<Decision> {
     let decided = effects.iter().filter_map(|effect| match effect {
         Effect::Decided(decision) => Some(decision.clone()),
         _ => None,
@@ -188,6 +188,6 @@ pub fn decisions(effects: &[Effect]) -> Vec<Decision> {
     decided.collect()
 }
 
-pub fn has_decision(effects: &[Effect], wanted: impl Fn(&DecisionKind) -> bool) -> bool {
+pub(crate) fn has_decision(effects: &[Effect], wanted: impl Fn(&DecisionKind) -> bool) -> bool {
     decisions(effects).iter().any(|decision| wanted(&decision.kind))
 }

@@ -10,7 +10,7 @@ use super::WORLD;
 use crate::ledger_support::rules;
 
 /// What the world drives.
-pub trait Machine {
+pub(crate) trait Machine {
     fn new(reaping_proves: bool) -> Self;
     fn ledger(&self) -> &Ledger;
     fn step(&mut self, event: Event, now: Duration, pool: &mut SharedPool) -> Vec<Effect>;
@@ -57,7 +57,7 @@ fn ledger(budget: u64, reaping_proves: bool) -> Ledger {
 }
 
 /// The real ledger.
-pub struct Honest(Ledger);
+pub(crate) struct Honest(Ledger);
 
 impl Machine for Honest {
     fn new(reaping_proves: bool) -> Self {
@@ -74,7 +74,7 @@ impl Machine for Honest {
 }
 
 /// Grants before proof: what a process says it gave back counts as measured.
-pub struct WordProves(Ledger);
+pub(crate) struct WordProves(Ledger);
 
 impl Machine for WordProves {
     fn new(reaping_proves: bool) -> Self {
@@ -99,7 +99,7 @@ impl Machine for WordProves {
 }
 
 /// Grants when a process is killed, before it is reaped.
-pub struct KillProves(Ledger);
+pub(crate) struct KillProves(Ledger);
 
 impl Machine for KillProves {
     fn new(reaping_proves: bool) -> Self {
@@ -127,7 +127,7 @@ impl Machine for KillProves {
 }
 
 /// Has a tenth more to give than there is.
-pub struct Oversells(Ledger);
+pub(crate) struct Oversells(Ledger);
 
 impl Machine for Oversells {
     fn new(reaping_proves: bool) -> Self {

@@ -9,13 +9,13 @@ use std::time::Duration;
 use sdd::arena::SharedPool;
 use sdd::residency::{Afterwards, Effect, Event, Incarnation, LeaseId, Purpose, RequestId};
 
-pub use machine::{Honest, KillProves, Machine, Oversells, WordProves};
-pub use ops::{Op, ops};
+pub(crate) use machine::{Honest, KillProves, Machine, Oversells, WordProves};
+pub(crate) use ops::{Op, ops};
 
 use crate::ledger_support::vector;
 
 /// Bytes that the world has.
-pub const WORLD: u64 = 1000;
+pub(crate) const WORLD: u64 = 1000;
 /// Bytes of shared memory that the world has.
 const SHARED: u64 = 500;
 
@@ -40,7 +40,7 @@ struct Process {
 }
 
 /// Everything.
-pub struct World<M> {
+pub(crate) struct World<M> {
     machine: M,
     pool: SharedPool,
     now: Duration,
@@ -62,24 +62,24 @@ pub struct World<M> {
     reaping_proves: bool,
     next: u64,
     /// What has happened so far.
-    pub seen: Seen,
+    pub(crate) seen: Seen,
 }
 
 /// How much of each kind has happened.
 #[derive(Debug, Default, Clone, Copy)]
-pub struct Seen {
-    pub events: usize,
-    pub grants: usize,
-    pub waited: usize,
-    pub refusals: usize,
-    pub revisions: usize,
-    pub retirements: usize,
-    pub kills: usize,
-    pub proofs: usize,
+pub(crate) struct Seen {
+    pub(crate) events: usize,
+    pub(crate) grants: usize,
+    pub(crate) waited: usize,
+    pub(crate) refusals: usize,
+    pub(crate) revisions: usize,
+    pub(crate) retirements: usize,
+    pub(crate) kills: usize,
+    pub(crate) proofs: usize,
 }
 
 impl Seen {
-    pub fn add(&mut self, more: &Self) {
+    pub(crate) fn add(&mut self, more: &Self) {
         self.events += more.events;
         self.grants += more.grants;
         self.waited += more.waited;
@@ -96,7 +96,7 @@ fn pick<K: Copy, V>(map: &BTreeMap<K, V>, at: usize) -> Option<K> {
 }
 
 impl<M: Machine> World<M> {
-    pub fn new(reaping_proves: bool) -> Self {
+    pub(crate) fn new(reaping_proves: bool) -> Self {
         Self {
             machine: M::new(reaping_proves),
             pool: SharedPool::new(SHARED),
@@ -216,7 +216,7 @@ impl<M: Machine> World<M> {
     }
 
     /// One operation.
-    pub fn act(&mut self, op: Op) -> Result<(), String> {
+    pub(crate) fn act(&mut self, op: Op) -> Result<(), String> {
         match op {
             Op::Request { new, at, context, weights, luxury, working_set, shared_memory } => {
                 let known = if new { None } else { pick(&self.processes, at) };
@@ -441,7 +441,7 @@ impl<M: Machine> World<M> {
 
     /// Everybody behaves: tasks end, orders are followed, the dead are reaped. Then every request must be answered, and when
     /// all processes have gone, every byte is free.
-    pub fn settle(&mut self) -> Result<(), String> {
+    pub(crate) fn settle(&mut self) -> Result<(), String> {
         for round in 0..400 {
             // Capacity is read often, and grows to the least that was read while it lasted.
             self.event(Event::Capacity { bytes: WORLD })?;

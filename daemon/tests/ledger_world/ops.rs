@@ -7,7 +7,7 @@ use super::WORLD;
 
 /// One operation.
 #[derive(Debug, Clone, Copy)]
-pub enum Op {
+pub(crate) enum Op {
     Request {
         new: bool,
         at: usize,
@@ -100,7 +100,7 @@ fn afterwards() -> impl Strategy<Value = Afterwards> {
 }
 
 /// Any operation, the ordinary ones more often, so that histories get somewhere.
-pub fn ops() -> impl Strategy<Value = Op> {
+pub(crate) fn ops() -> impl Strategy<Value = Op> {
     let at = || 0usize..16;
     let sizes = (10u64..60, 0u64..400, prop_oneof![2 => Just(0u64), 1 => 1u64..600], 0u64..400);
     let shared = prop_oneof![2 => Just(0u64), 1 => 1u64..300];
