@@ -141,7 +141,9 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), DaemonError
         runtime_dir: config.runtime_dir.clone(),
         private: inherited.owner.is_some(),
     };
+    // What the host does not have is refused before anything is held or bound.
     let device = device(&config)?;
+    let shared_memory = arena_limits(&config)?;
     let mut device_lock = DeviceLock::acquire(&lock_dir, device.id.as_str(), &holder).map_err(DaemonError::Held)?;
     let mut instance = InstanceLock::create(&lock_dir, &holder).map_err(system("create the instance lock"))?;
 
@@ -165,7 +167,10 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), DaemonError
     let private_dir = PrivateDir(holder.private.then(|| config.runtime_dir.clone()));
     let claims = Claims { _sockets: sockets, _private_dir: private_dir, instance, devices: vec![device_lock] };
 
-    let parts = Parts::build(&config, device, claims.instance.id(), endpoint.to_string(), link, &link_path)?;
+    let arena = Arena::new(claims.instance.id(), shared_memory);
+    let identity =
+        Identity { instance: claims.instance.id().into(), endpoint: endpoint.to_string(), started: SystemTime::now() };
+    let parts = Parts::build(&config, device, arena, identity, link, &link_path)?;
     let Parts { workers, jobs, generation, control, shutdown } = parts;
     let server = PublicServer::start(generation, control, listeners).await;
     let mut server = server.map_err(|error| DaemonError::Server(error.to_string()))?;
@@ -230,7 +235,7 @@ fn device(config: &Config) -> Result<DeviceConfig, DaemonError> {
     Ok(device)
 }
 
-fn arena(config: &Config, instance: &str) -> Result<Arena, DaemonError> {
+fn arena_limits(config: &Config) -> Result<ArenaLimits, DaemonError> {
     let free = host_free().map_err(system("examine /dev/shm"))?;
     let limits = match config.shared_memory {
         Some(bytes) if bytes > free => {
@@ -252,7 +257,7 @@ fn arena(config: &Config, instance: &str) -> Result<Arena, DaemonError> {
             Bytes(limits.bytes)
         );
     }
-    Ok(Arena::new(instance, limits))
+    Ok(limits)
 }
 
 /// What is built of the configuration.
@@ -268,12 +273,11 @@ impl Parts {
     fn build(
         config: &Config,
         device: DeviceConfig,
-        instance: &str,
-        endpoint: String,
+        arena: Arena,
+        identity: Identity,
         link: tokio::net::UnixListener,
         link_path: &Path,
     ) -> Result<Self, DaemonError> {
-        let arena = arena(config, instance)?;
         let workers = Workers::launch(config.worker_binary.clone(), config.workers.clone(), link, link_path)
             .map_err(system("start the spawning thread"))?;
         let (id, budget) = (device.id.clone(), device.budget);
@@ -293,11 +297,9 @@ impl Parts {
         let admission = Admission::new(registry, config.jobs.clone(), needs);
         let jobs = Jobs::start(Arc::new(dispatcher), config.jobs.clone());
         let shutdown = CancellationToken::new();
-        let identity = Identity { instance: instance.into(), endpoint, started: SystemTime::now() };
         let overview = Arc::new(Live { residency, workers: workers.clone(), arena });
         let generation = GenerationService::new(jobs.clone(), admission.clone());
-        let control =
-            ControlService::new(identity, jobs.clone(), admission, overview, shutdown.clone(), config.drain);
+        let control = ControlService::new(identity, jobs.clone(), admission, overview, shutdown.clone(), config.drain);
         Ok(Self { workers, jobs, generation, control, shutdown })
     }
 }

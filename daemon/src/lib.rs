@@ -8,6 +8,7 @@
 //!   is brought to a worker; [`models`]: names, folders, descriptions; [`picture`]: the PNG file.
 //!
 //! It never opens a device, parses a weight file or runs a model.
+#![deny(unsafe_code)]
 
 pub mod api;
 pub mod arena;

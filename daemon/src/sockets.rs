@@ -58,7 +58,9 @@ pub fn prepare_runtime_dir(path: &Path) -> Result<(), SocketError> {
     }
     match DirBuilder::new().mode(0o700).create(path) {
         // The umask can only have taken bits away.
-        Ok(()) => fs::set_permissions(path, fs::Permissions::from_mode(0o700)).map_err(system("chmod", path.display()))?,
+        Ok(()) => {
+            fs::set_permissions(path, fs::Permissions::from_mode(0o700)).map_err(system("chmod", path.display()))?
+        }
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         Err(error) => return Err(system("create", path.display())(error)),
     }

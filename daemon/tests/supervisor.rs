@@ -203,7 +203,10 @@ async fn a_second_hello_from_the_same_process_ends_it() {
     let house = house("twice");
     let worker = house.start().await;
     let report = worker.exited().await;
-    assert!(matches!(&report.status, ExitStatus::Killed(KillCause::Handshake(why)) if why.contains("before")), "{report}");
+    assert!(
+        matches!(&report.status, ExitStatus::Killed(KillCause::Handshake(why)) if why.contains("before")),
+        "{report}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -319,6 +322,28 @@ async fn a_worker_that_ends_a_task_it_was_not_given_is_killed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_drops_its_link_or_does_not_read_it_is_killed() {
+    let house = house("good");
+    let worker = house.start().await;
+    match run(&worker, 1, "unlink").await {
+        Err(RunError::Died(report)) => assert_eq!(report.status, ExitStatus::Killed(KillCause::LinkLost)),
+        other => panic!("{other:?}"),
+    }
+    let house = self::house("deaf");
+    let worker = house.start().await;
+    // More than the connection's window and the queue before it hold.
+    for lease_id in 0..100_000 {
+        let grant = LeaseGrant { lease_id, bytes: 1 << 40, ..LeaseGrant::default() };
+        worker.send(ToWorker { message: Some(to_worker::Message::Grant(grant)) });
+    }
+    let report = worker.exited().await;
+    assert!(
+        matches!(&report.status, ExitStatus::Killed(KillCause::Protocol(what)) if what.contains("read")),
+        "{report}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_another_incarnation_says_is_dropped() {
     let house = house("good");
     let worker = house.start().await;
@@ -377,7 +402,11 @@ async fn retirement_waits_for_the_task_and_not_for_ever() {
     let (stop, stopped) = oneshot::channel::<()>();
     let hanging = tokio::spawn(async move {
         let until = async { stopped.await.unwrap_or(()) };
-        runner.run_until(task(1, "hang"), until, |_| { began.take().map(|began| began.send(())); }).await
+        runner
+            .run_until(task(1, "hang"), until, |_| {
+                began.take().map(|began| began.send(()));
+            })
+            .await
     });
     running.await.unwrap();
     worker.retire();
@@ -449,9 +478,12 @@ async fn inspection_returns_the_description_or_says_what_is_wrong() {
         Err(InspectError::BadModel(message)) => assert_eq!(message, "unet is truncated"),
         other => panic!("{other:?}"),
     }
-    for (script, word) in
-        [("kill -SEGV $$", "signal 11"), ("exit 3", "exit code 3"), ("exec sleep 1000", "within"), ("exec yes", "no end")]
-    {
+    for (script, word) in [
+        ("kill -SEGV $$", "signal 11"),
+        ("exit 3", "exit code 3"),
+        ("exec sleep 1000", "within"),
+        ("exec yes", "no end"),
+    ] {
         match inspect(script).await {
             Err(InspectError::Failed { how, .. }) => assert!(how.contains(word), "{script}: {how}"),
             other => panic!("{script}: {other:?}"),

@@ -115,7 +115,7 @@ impl Daemon {
         let mut log = String::new();
         self.child.stderr.take().unwrap().read_to_string(&mut log).unwrap();
         let status = self.child.wait().unwrap();
-        drop(done.send(()));
+        let _ = done.send(());
         guard.join().unwrap();
         (status, log)
     }
@@ -237,7 +237,8 @@ async fn a_stream_that_a_client_keeps_open_does_not_hold_up_the_end() {
     let channel = daemon.channel().await;
     let endless = tokio_stream::pending::<ServerReflectionRequest>();
     let open = ServerReflectionClient::new(channel.clone()).server_reflection_info(endless).await.unwrap();
-    let mut watch = HealthClient::new(channel).watch(HealthCheckRequest { service: "sd.v1.Generation".into() }).await.unwrap();
+    let mut watch =
+        HealthClient::new(channel).watch(HealthCheckRequest { service: "sd.v1.Generation".into() }).await.unwrap();
     assert_eq!(watch.get_mut().message().await.unwrap().unwrap().status(), ServingStatus::Serving);
     daemon.signal(Signal::SIGTERM);
     let last = watch.get_mut().message().await.unwrap().unwrap().status();

@@ -1,4 +1,5 @@
 //! One segment: created, reserved, written, believed, unlinked.
+#![allow(unsafe_code)]
 
 use std::fs::File;
 use std::os::fd::AsFd as _;

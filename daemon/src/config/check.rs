@@ -29,7 +29,12 @@ struct Checker<'a> {
 
 impl Checker<'_> {
     fn wrong(&self, key: &str, problem: impl Into<String>) -> ConfigError {
-        let origin = self.origins.get(key).cloned().unwrap_or(Origin::Default);
+        // A table has the origin of its first key.
+        let mut within = self
+            .origins
+            .iter()
+            .filter(|(name, _)| name.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')));
+        let origin = within.next().map_or(Origin::Default, |(_, origin)| origin.clone());
         ConfigError::Value { key: key.into(), origin, problem: problem.into() }
     }
 
@@ -66,7 +71,8 @@ impl Checker<'_> {
         };
         let mut endpoints = Vec::new();
         for text in texts.into_vec() {
-            let endpoint: Endpoint = text.parse().map_err(|e: sd_proto::endpoint::EndpointError| self.wrong("listen", e.to_string()))?;
+            let endpoint: Endpoint =
+                text.parse().map_err(|e: sd_proto::endpoint::EndpointError| self.wrong("listen", e.to_string()))?;
             let endpoint = match endpoint {
                 Endpoint::Unix(path) => {
                     let path = self.absolute("listen", path)?;

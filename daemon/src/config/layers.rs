@@ -52,8 +52,8 @@ impl Layers {
     /// # Errors
     /// The file cannot be read, is not TOML, has an unknown key or a value of another type: with file, line and key.
     pub fn file(&mut self, path: &Path) -> Result<(), ConfigError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| ConfigError::Read { path: path.to_path_buf(), source })?;
+        let text =
+            std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_path_buf(), source })?;
         let wrong = |error: toml::de::Error| {
             let line = error.span().map_or(1, |span| line_of(&text, span.start));
             ConfigError::File { path: path.to_path_buf(), line, problem: error.message().to_owned() }
@@ -83,7 +83,8 @@ impl Layers {
         let mut unknown = Vec::new();
         for (name, text) in variables {
             let Some(rest) = name.strip_prefix("SDD_") else { continue };
-            let known = KEYS.iter().find(|key| key.name.replace('.', "_").eq_ignore_ascii_case(rest) && key.name != "models");
+            let known =
+                KEYS.iter().find(|key| key.name.replace('.', "_").eq_ignore_ascii_case(rest) && key.name != "models");
             match known {
                 Some(_) if text.is_empty() => {}
                 Some(key) => self.set(key, &text, Origin::Environment(name))?,
@@ -130,9 +131,8 @@ impl Layers {
     }
 
     fn insert(&mut self, key: &str, path: &[&str], value: Value, origin: Origin) -> Result<(), ConfigError> {
-        let nested = path.iter().rev().fold(value, |value, part| {
-            Value::Table(Table::from_iter([((*part).to_owned(), value)]))
-        });
+        let nested =
+            path.iter().rev().fold(value, |value, part| Value::Table(Table::from_iter([((*part).to_owned(), value)])));
         let Value::Table(layer) = nested else { return Ok(()) };
         // By itself first, so that a wrong value is blamed on this origin.
         layer.clone().try_into::<Raw>().map_err(|error| ConfigError::Value {

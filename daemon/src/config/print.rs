@@ -31,9 +31,7 @@ impl Config {
             "cache_dir" => path(&self.models.cache_dir),
             "lock_dir" => path(self.lock_dir.as_ref()?),
             "models_dir" => path(self.models.folder.as_ref()?),
-            "default_model" => {
-                quoted(self.models.default.as_deref().unwrap_or(crate::models::registry::EMBEDDED))
-            }
+            "default_model" => quoted(self.models.default.as_deref().unwrap_or(crate::models::registry::EMBEDDED)),
             "threads" => self.threads.to_string(),
             "worker_binary" => path(&self.worker_binary),
             "devices.cpu.budget" => match self.devices.get(&DeviceId::cpu()) {

@@ -111,7 +111,11 @@ const fn key(name: &'static str, kind: Kind, help: &'static str) -> Key {
 /// Every key with a fixed name, in the order in which they are printed. `[models]` (name = folder) comes on top.
 pub const KEYS: [Key; 34] = [
     key("listen", Kind::List, "where clients connect: unix:PATH or HOST:PORT (port 0: any free one), several possible"),
-    key("insecure_listen", Kind::Switch, "allow HOST:PORT beyond this host, although clients are not authenticated yet"),
+    key(
+        "insecure_listen",
+        Kind::Switch,
+        "allow HOST:PORT beyond this host, although clients are not authenticated yet",
+    ),
     key("socket_mode", Kind::Text, "permissions of the Unix socket, octal"),
     key("runtime_dir", Kind::Text, "folder of the sockets, entered by this user alone"),
     key("cache_dir", Kind::Text, "where the model that is built in is written to"),
@@ -120,7 +124,11 @@ pub const KEYS: [Key; 34] = [
     key("default_model", Kind::Text, "the model of requests that name none"),
     key("threads", Kind::Number, "threads that compute on the CPU"),
     key("worker_binary", Kind::Text, "the worker program; default: beside sdd, then in PATH"),
-    key("devices.cpu.budget", Kind::Text, "bytes that workers may hold on the CPU, as in 8GiB; default: from what is free"),
+    key(
+        "devices.cpu.budget",
+        Kind::Text,
+        "bytes that workers may hold on the CPU, as in 8GiB; default: from what is free",
+    ),
     key("deadlines.handshake", Kind::Text, "from a worker's start to its hello"),
     key("deadlines.pulse_interval", Kind::Text, "how often a worker shows that it lives"),
     key("deadlines.pulse", Kind::Text, "silence after which a worker is taken for frozen and killed"),

@@ -49,7 +49,8 @@ impl FromStr for Span {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("{text:?} is not a span of time: write a number with a unit, as in \"500ms\", \"3s\" or \"2m\"");
+        let wrong =
+            || format!("{text:?} is not a span of time: write a number with a unit, as in \"500ms\", \"3s\" or \"2m\"");
         let (number, unit) = split(text).ok_or_else(wrong)?;
         let seconds = match unit {
             "ms" => number / 1000.0,

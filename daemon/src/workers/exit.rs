@@ -180,7 +180,9 @@ impl fmt::Display for ExitStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Clean => f.write_str("exited cleanly"),
-            Self::BadArguments => f.write_str("did not understand its command line: are sdd and sd-worker of one version?"),
+            Self::BadArguments => {
+                f.write_str("did not understand its command line: are sdd and sd-worker of one version?")
+            }
             Self::BadWeights => f.write_str("could not use the model's files"),
             Self::OutOfMemory => f.write_str("ran out of memory"),
             Self::OomKilled => f.write_str("was killed by the kernel because the host ran out of memory"),

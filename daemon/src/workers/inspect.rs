@@ -7,11 +7,11 @@ use nix::sys::signal::Signal;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::unix::pipe;
 
+use super::Workers;
 use super::exit::RawStatus;
 use super::process::Process;
 use super::spawner::SpawnRequest;
 use super::tail::StderrReader;
-use super::Workers;
 
 /// Most bytes that a description may have.
 const MAX_REPORT: u64 = 4 << 20;

@@ -176,10 +176,7 @@ struct Service {
 impl Link for Service {
     type AttachStream = ReceiverStream<Result<ToWorker, Status>>;
 
-    async fn attach(
-        &self,
-        request: Request<Streaming<FromWorker>>,
-    ) -> Result<Response<Self::AttachStream>, Status> {
+    async fn attach(&self, request: Request<Streaming<FromWorker>>) -> Result<Response<Self::AttachStream>, Status> {
         let credentials = request.extensions().get::<UdsConnectInfo>().and_then(|info| info.peer_cred);
         let credentials = credentials.ok_or_else(|| Status::permission_denied("the peer has no credentials"))?;
         let pid = credentials.pid().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
@@ -227,7 +224,11 @@ impl Session {
         // An error is a broken stream, whatever its code: the process's exit status tells why.
         while let Ok(Some(message)) = self.incoming.message().await {
             if message.incarnation != incarnation {
-                tracing::warn!(incarnation, claimed = message.incarnation, "a message of another incarnation was dropped");
+                tracing::warn!(
+                    incarnation,
+                    claimed = message.incarnation,
+                    "a message of another incarnation was dropped"
+                );
                 continue;
             }
             if deliver.send(message).await.is_err() {

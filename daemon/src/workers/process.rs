@@ -1,4 +1,5 @@
 //! A child process of ours: held by a pidfd, signalled as a group, reaped once by its one owner.
+#![allow(unsafe_code)]
 
 use std::fs;
 use std::io;

@@ -3,6 +3,7 @@
 //! The kernel's parent-death signal follows the *thread* that spawned the child, not the process: a child of a pool's
 //! thread would be killed when that thread is retired. So one thread spawns them all and lives as long as the daemon;
 //! when the daemon dies, however it dies, the kernel kills every worker.
+#![allow(unsafe_code)]
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write as _};
@@ -113,7 +114,7 @@ fn passes(name: &OsStr) -> bool {
 
 fn spawn(request: &SpawnRequest) -> io::Result<Spawned> {
     process::reserve_token_descriptor();
-    let token = request.token.as_ref().map(|token| token_pipe(token)).transpose()?;
+    let token = request.token.as_ref().map(token_pipe).transpose()?;
     let token_number = token.as_ref().map(|fd| fd.as_raw_fd());
     let parent = std::process::id() as libc::pid_t;
     let mut command = Command::new(&request.program);

@@ -24,6 +24,7 @@ use super::process::{Process, oom_kills};
 use super::tail::StderrReader;
 use super::{Observer, WorkerLimits};
 use crate::ids::JobId;
+use crate::residency::LeaseKill;
 
 /// How long what a dead worker had still sent, and its last words, are waited for.
 const LAST_WORDS: Duration = Duration::from_millis(50);
@@ -63,8 +64,15 @@ struct Running {
 
 enum LinkState {
     /// Not attached yet; killed at the deadline.
-    Awaited { deadline: Instant, ready: oneshot::Sender<()> },
-    Attached { to: mpsc::Sender<Result<ToWorker, Status>>, from: mpsc::Receiver<FromWorker>, clocks: Clocks },
+    Awaited {
+        deadline: Instant,
+        ready: oneshot::Sender<()>,
+    },
+    Attached {
+        to: mpsc::Sender<Result<ToWorker, Status>>,
+        from: mpsc::Receiver<FromWorker>,
+        clocks: Clocks,
+    },
     /// Broken; the process is to exit by itself.
     Lost,
 }
@@ -93,7 +101,9 @@ struct Turn {
 impl Supervisor {
     /// Watches the worker from its spawning to its reaping, and reports its end exactly once.
     pub(super) async fn run(self) {
-        let Self { process, stderr, expected, route, mut attaching, mut commands, view, exit, ready, mut shutdown, .. } = self;
+        let Self {
+            process, stderr, expected, route, mut attaching, mut commands, view, exit, ready, mut shutdown, ..
+        } = self;
         let mut process = process;
         let started = Instant::now();
         let deadline = started + self.limits.handshake;
@@ -490,7 +500,9 @@ impl Turn {
         if let Some(running) = self.running.take() {
             let report = Arc::clone(report);
             let error = match &report.status {
-                ExitStatus::Killed(KillCause::Hung { .. }) => RunError::Hung(report),
+                ExitStatus::Killed(KillCause::Hung { .. } | KillCause::Lease(LeaseKill::TermExpired(_))) => {
+                    RunError::Hung(report)
+                }
                 ExitStatus::Killed(KillCause::Protocol(_)) => RunError::Protocol(report),
                 _ => RunError::Died(report),
             };

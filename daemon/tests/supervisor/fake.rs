@@ -146,8 +146,15 @@ async fn run(mode: &str, socket: &Path, incarnation: u64) -> i32 {
             tokio::time::sleep(Duration::from_millis(welcome.pulse_interval_ms.into())).await;
         }
     });
+    if mode == "deaf" {
+        std::future::pending::<()>().await;
+    }
     while let Ok(Some(order)) = orders.message().await {
         match order.message {
+            Some(to_worker::Message::Task(task)) if task.job_id == "unlink" => {
+                drop((orders, client));
+                return std::future::pending().await;
+            }
             Some(to_worker::Message::Task(task)) => perform(&task, incarnation, &sender).await,
             Some(to_worker::Message::Cancel(cancel)) if mode != "stubborn" => {
                 let task_id = cancel.task_id;
@@ -208,7 +215,8 @@ async fn perform(task: &Task, incarnation: u64, sender: &mpsc::Sender<FromWorker
         "other-incarnation" => {
             let message = Some(Message::Done(done.clone()));
             sender.send(FromWorker { incarnation: incarnation + 1, message }).await.unwrap();
-            send(Message::Failed(TaskFailed { task_id, error: TaskError::Internal as i32, message: "own".into() })).await;
+            send(Message::Failed(TaskFailed { task_id, error: TaskError::Internal as i32, message: "own".into() }))
+                .await;
         }
         other => panic!("unknown job {other}"),
     }
