@@ -29,6 +29,8 @@ mod events;
 pub mod names;
 mod places;
 mod private;
+mod program;
+mod runtime_dir;
 mod session;
 
 pub use client::Client;
@@ -36,7 +38,8 @@ pub use connect::{ConnectError, Trust};
 pub use error::{CallError, Refusal, Violation};
 pub use events::Events;
 pub use places::{Candidate, Places, PlacesError, Source};
-pub use private::{Closed, PrivateDaemon, StartError, find_program};
+pub use private::{Closed, PrivateDaemon, StartError};
+pub use program::find_program;
 pub use session::{Notice, OpenError, Session, StartPolicy};
 
 /// The messages of the interface, as generated from `proto/sd/v1`.

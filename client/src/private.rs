@@ -1,33 +1,34 @@
 //! A daemon started for one session: it ends when the session's pipe closes, however the session ends, and what it
 //! leaves on the host is removed by us whatever happened to it.
 
-use std::ffi::OsString;
-use std::fs::{self, DirBuilder, File};
-use std::io::{self, Read as _};
+use std::fs::File;
+use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
-use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
+use std::os::unix::fs::FileExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::fcntl::OFlag;
 use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
-use sd_proto::endpoint::{Endpoint, MAX_SOCKET_PATH};
+use sd_proto::endpoint::Endpoint;
 use sd_proto::exit::ProgramExit;
 use tokio::io::AsyncReadExt as _;
 use tokio::process::{Child, Command};
 
 use crate::Client;
+use crate::program::{PROGRAM_VARIABLE, find_program};
+use crate::runtime_dir::RuntimeDir;
 
-/// Environment variable that names the `sdd` to start.
-const PROGRAM_VARIABLE: &str = "SDCTL_SDD";
 /// Starting includes writing the default model into the cache, perhaps on a slow disk.
 const READY_LIMIT: Duration = Duration::from_secs(60);
 /// How long the daemon may take to end by itself; it bounds its own shutdown below this.
 const GRACE: Duration = Duration::from_millis(2500);
+/// After how much of it we ask whether others keep the daemon busy.
+const ASK_AFTER: Duration = Duration::from_millis(400);
 /// How long it may take after SIGTERM.
 const TERM_GRACE: Duration = Duration::from_secs(2);
 /// How many of the daemon's last lines an error shows.
@@ -269,12 +270,17 @@ impl PrivateDaemon {
     /// the daemon then stays for them.
     pub async fn close(mut self, client: Option<&Client>) -> Closed {
         drop(self.owner.take());
-        if self.reaped || self.waited(GRACE).await {
-            return Closed::Ended;
-        }
-        if let Some(client) = client {
-            let status = client.status_within(Duration::from_millis(500)).await;
-            if status.is_ok_and(|status| status.queued_jobs + status.running_jobs > 0) {
+        let begun = Instant::now();
+        let mut busy = 0;
+        while let Some(left) = GRACE.checked_sub(begun.elapsed()) {
+            if self.reaped || self.waited(left.min(ASK_AFTER)).await {
+                return Closed::Ended;
+            }
+            let Some(client) = client else { continue };
+            let status = client.status_within(ASK_AFTER).await;
+            // Once may be our own job, which is being cancelled.
+            busy += u32::from(status.is_ok_and(|status| status.queued_jobs + status.running_jobs > 0));
+            if busy > 1 {
                 self.left = true;
                 return Closed::Shared;
             }
@@ -350,93 +356,10 @@ async fn announcement(ready: OwnedFd) -> io::Result<Option<String>> {
     }
 }
 
-/// A folder of mode 0700 for a daemon's sockets, removed with all that is in it.
-#[derive(Debug)]
-struct RuntimeDir {
-    path: PathBuf,
-    keep: bool,
-}
-
-impl RuntimeDir {
-    fn create() -> io::Result<Self> {
-        let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_absolute());
-        let mut last = io::Error::from(io::ErrorKind::NotFound);
-        for base in own.into_iter().chain([std::env::temp_dir(), PathBuf::from("/tmp")]) {
-            // Room for the longest name of a socket in it.
-            if base.as_os_str().len() + "/sdd-private-0123456789abcdef/link-0123456789abcdef.sock".len()
-                > MAX_SOCKET_PATH
-            {
-                continue;
-            }
-            let path = base.join(format!("sdd-private-{}", random_name()?));
-            match DirBuilder::new().mode(0o700).create(&path) {
-                Ok(()) => return Ok(Self { path, keep: false }),
-                Err(error) => last = error,
-            }
-        }
-        Err(last)
-    }
-
-    fn keep(&mut self) {
-        self.keep = true;
-    }
-}
-
-impl Drop for RuntimeDir {
-    fn drop(&mut self) {
-        if !self.keep {
-            let _ = fs::remove_dir_all(&self.path);
-        }
-    }
-}
-
-fn random_name() -> io::Result<String> {
-    let mut random = [0u8; 8];
-    File::open("/dev/urandom")?.read_exact(&mut random)?;
-    Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
-}
-
-/// The `sdd` to start: `SDCTL_SDD`, else the one beside this program, else the first on the PATH.
-///
-/// # Errors
-/// [`StartError::NoProgram`] says where it was looked for.
-pub fn find_program() -> Result<PathBuf, StartError> {
-    let beside = std::env::current_exe().ok().and_then(|exe| exe.parent().map(Path::to_owned));
-    find_program_in(std::env::var_os(PROGRAM_VARIABLE), beside, std::env::var_os("PATH"))
-}
-
-fn find_program_in(
-    variable: Option<OsString>,
-    beside: Option<PathBuf>,
-    path: Option<OsString>,
-) -> Result<PathBuf, StartError> {
-    let runs = |file: &Path| file.is_file() && nix::unistd::access(file, nix::unistd::AccessFlags::X_OK).is_ok();
-    let mut tried = Vec::new();
-    if let Some(named) = variable.filter(|text| !text.is_empty()).map(PathBuf::from) {
-        // Named by hand: anything else would be a surprise.
-        tried.push(format!("{PROGRAM_VARIABLE}={}", named.display()));
-        return if runs(&named) { Ok(named) } else { Err(StartError::NoProgram { tried }) };
-    }
-    if let Some(dir) = beside {
-        let file = dir.join("sdd");
-        if runs(&file) {
-            return Ok(file);
-        }
-        tried.push(file.display().to_string());
-    }
-    for dir in std::env::split_paths(&path.unwrap_or_default()).filter(|dir| dir.is_absolute()) {
-        let file = dir.join("sdd");
-        if runs(&file) {
-            return Ok(file);
-        }
-    }
-    tried.push("PATH".into());
-    Err(StartError::NoProgram { tried })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
     use std::os::unix::fs::PermissionsExt as _;
 
     fn script(dir: &Path, text: &str) -> PathBuf {
@@ -444,24 +367,6 @@ mod tests {
         fs::write(&file, format!("#!/bin/sh\n{text}\n")).unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
         file
-    }
-
-    #[test]
-    fn the_program_is_the_named_one_else_the_neighbour_else_the_first_on_the_path() {
-        let [named, beside, path] = std::array::from_fn(|_| tempfile::tempdir().unwrap());
-        let on_path = script(path.path(), "");
-        let list = Some(path.path().as_os_str().to_owned());
-        let find = |variable: Option<&Path>| {
-            let variable = variable.map(|file| file.as_os_str().to_owned());
-            find_program_in(variable, Some(beside.path().to_owned()), list.clone())
-        };
-        assert_eq!(find(None).unwrap(), on_path);
-        let neighbour = script(beside.path(), "");
-        assert_eq!(find(None).unwrap(), neighbour);
-        let error = find(Some(&named.path().join("sdd"))).unwrap_err();
-        assert!(error.to_string().contains("SDCTL_SDD="), "{error}");
-        let by_name = script(named.path(), "");
-        assert_eq!(find(Some(&by_name)).unwrap(), by_name);
     }
 
     /// A stand-in that finds the values of the flags it is started with as `$owner`, `$ready` and `$dir`.

@@ -11,23 +11,23 @@ use sd_client::proto::{Sampler, Schedule};
 
 const EXAMPLES: &str = "\
 Examples:
-  sdctl generate \"a red heart\"                 one picture into this folder; starts a private daemon if none runs
-  sdctl generate \"a cat\" -n 4 -o cats/         four pictures into a folder
-  sdctl models                                 what can be used with -m
-  sdctl jobs --all                             what ran here
-  sdctl doctor                                 what is wrong with this machine
+  sdctl generate \"a red heart\"             one picture into this folder
+  sdctl generate \"a cat\" -n 4 -o cats/     four pictures into a folder
+  sdctl models                             what can be used with -m
+  sdctl jobs --all                         what ran here
+  sdctl doctor                             what is wrong with this machine
 
-Where the daemon is looked for: --endpoint, SDCTL_ENDPOINT, the system's socket (/run/sdd/sdd.sock), the user's
-socket ($XDG_RUNTIME_DIR/sdd/sdd.sock, or sdd-UID/sdd.sock in the temporary folder), a daemon that holds the device. Where
-none answers, commands that need one start a private daemon for this call; it leaves nothing behind.
+Where the daemon is looked for: --endpoint, SDCTL_ENDPOINT, the system's socket (/run/sdd/sdd.sock), the user's \
+socket ($XDG_RUNTIME_DIR/sdd/sdd.sock, or sdd-UID/sdd.sock in the temporary folder), a daemon that holds the device. \
+Where none answers, commands that need one start a private daemon for this call; it leaves nothing behind.
 
-Exit codes: 0 done, 1 the job failed, 64 bad arguments, 65 bad input file or model, 69 no daemon or no such model or
-job, 70 a bug, 71 needs more memory than there is, 73 output cannot be written, 75 another daemon holds the device,
+Exit codes: 0 done, 1 the job failed, 64 bad arguments, 65 bad input file or model, 69 no daemon or no such model or \
+job, 70 a bug, 71 needs more memory than there is, 73 output cannot be written, 75 another daemon holds the device, \
 77 not permitted, 130 cancelled by Ctrl-C.";
 
 /// Makes pictures from words with sdd, and shows what the daemon does.
 #[derive(Debug, Parser)]
-#[command(name = "sdctl", version, about, after_help = EXAMPLES, max_term_width = 110, arg_required_else_help = true)]
+#[command(name = "sdctl", version, after_help = EXAMPLES, max_term_width = 110, arg_required_else_help = true)]
 pub(super) struct Arguments {
     #[command(flatten)]
     pub(super) global: Global,
@@ -92,13 +92,13 @@ Examples:
   sdctl generate \"a pizza\" -o - | display
   cat prompt.txt | sdctl generate - --json
 
-The path of every picture is printed on stdout, one a line; progress and the summary go to stderr. With --json every
-event of the job is one line on stdout instead: {\"event\": \"queued\" | \"stage_started\" | \"progress\" | \"stage_finished\" |
+The path of every picture is printed on stdout, one a line; progress and the summary go to stderr. With --json every \
+event of the job is one line on stdout instead: {\"event\": \"queued\" | \"stage_started\" | \"progress\" | \"stage_finished\" | \
 \"image\" | \"note\" | \"succeeded\" | \"failed\" | \"cancelled\" | \"error\", ...}; \"image\" carries the path, not the bytes.
 
-Names for -o: {prompt} {seed} {model} {date} {time} {index} (from 0) {n} (from 1); {n:03} fills with zeros; {{ is a brace.
-An existing file is never overwritten: the default name takes the next free -2, -3, ...; a name given with -o is an
-error before anything is computed, unless --force is given. The seed is drawn here where it is not given, and is part of the
+Names for -o: {prompt} {seed} {model} {date} {time} {index} (from 0) {n} (from 1); {n:03} fills with zeros; {{ is a brace. \
+An existing file is never overwritten: the default name takes the next free -2, -3, ...; a name given with -o is an \
+error before anything is computed, unless --force is given. The seed is drawn here where it is not given, and is part of the \
 default name.";
 
 #[derive(Debug, Args)]

@@ -176,6 +176,23 @@ async fn a_second_ctrl_c_leaves_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_signal_that_was_ignored_at_the_start_stays_ignored() {
+    let world = World::new();
+    let mut shell = tokio::process::Command::new("sh");
+    shell.arg("-c").arg("trap '' HUP; exec \"$@\"").arg("sh").arg(env!("CARGO_BIN_EXE_sdctl"));
+    shell.args(["generate", "hang", "--json", "--endpoint"]).arg(format!("unix:{}", world.socket.display()));
+    let mut child = shell.current_dir(world.path("work")).stdout(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.next_line().await.unwrap().unwrap().contains("queued"));
+    let process = Pid::from_raw(child.id().unwrap() as i32);
+    kill(process, Signal::SIGHUP).unwrap();
+    kill(process, Signal::SIGTERM).unwrap();
+    // Were both taken, this would be a second interrupt, which leaves without the daemon's last event.
+    assert!(lines.next_line().await.unwrap().unwrap().contains("asked to"));
+    assert_eq!(child.wait().await.unwrap().code(), Some(130));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_kept_job_goes_on_after_ctrl_c() {
     let world = World::new();
     let child = hanging(&world, "hang", &["--keep"]).await;
@@ -296,4 +313,31 @@ async fn a_held_device_that_cannot_be_joined_is_waited_for() {
     child.stderr = Some(lines.into_inner().into_inner());
     let run = finish(child).await;
     assert_eq!((run.code, run.out.as_str()), (Some(0), "x.png\n"), "{run:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_that_goes_away_before_it_takes_the_job_is_looked_for_anew() {
+    let world = World::with(Fake::default(), "run/sdd/sdd.sock");
+    let run = finish(world.sdctl(&["generate", "later", "-o", "x"]).spawn().unwrap()).await;
+    assert_eq!((run.code, run.out.as_str()), (Some(0), "x.png\n"), "{run:?}");
+    assert!(run.err.contains("looking for another"), "{run:?}");
+    // One that was named is not replaced.
+    let world = World::new();
+    let run = world.run(&["generate", "later"]).await;
+    assert_eq!(run.code, Some(69), "{run:?}");
+    assert!(run.err.contains("the daemon is ending"), "{run:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_is_reached_over_tcp_and_a_silent_one_is_told() {
+    let world = World::new();
+    let address = world.tcp().await;
+    let run = finish(world.sdctl(&["generate", "ok", "-o", "x", "--endpoint", &address]).spawn().unwrap()).await;
+    assert_eq!((run.code, run.out.as_str()), (Some(0), "x.png\n"), "{run:?}");
+    // Accepted by the system, and nobody reads: what a stopped process looks like.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = silent.local_addr().unwrap().to_string();
+    let run = finish(world.sdctl(&["status", "--endpoint", &address]).spawn().unwrap()).await;
+    assert_eq!(run.code, Some(69), "{run:?}");
+    assert!(run.err.contains("did not answer status within 5 s"), "{run:?}");
 }

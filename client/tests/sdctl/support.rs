@@ -4,6 +4,7 @@ use std::io::Cursor;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::process::{Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use sd_client::proto::*;
 use tokio::net::UnixListener;
 use tokio::process::{Child, Command};
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream, UnixListenerStream};
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
@@ -25,13 +26,14 @@ pub(crate) const JOB: &str = "j1";
 type Events = mpsc::Sender<Result<GenerateResponse, Status>>;
 
 /// What the daemon does is in the prompt: `ok`, `fail N` (a failure reason's number), `refuse`, `model`, `hang` (until
-/// cancelled), `stubborn` (not even then), `vanish` (ends the events early), `cancelled` (by somebody else).
+/// cancelled), `stubborn` (not even then), `vanish` (ends the events early), `later` (refused at first), `cancelled` (by somebody else).
 #[derive(Default)]
 pub(crate) struct Fake {
     pub(crate) requests: Mutex<Vec<ImageRequest>>,
     pub(crate) cancels: Mutex<Vec<String>>,
     pub(crate) hanging: Mutex<Option<Events>>,
     pub(crate) draining: bool,
+    pub(crate) refusals: AtomicU32,
 }
 
 /// A picture of `index`, as bytes of a PNG file.
@@ -118,6 +120,9 @@ impl Generation for Served {
                 "width must be a multiple of 8, is 9",
                 details,
             ));
+        }
+        if image.prompt == "later" && self.0.refusals.fetch_add(1, Ordering::SeqCst) == 0 {
+            return Err(Status::unavailable("the daemon is ending"));
         }
         if image.prompt == "model" {
             return Err(Status::not_found("no model named x: use one of default"));
@@ -266,6 +271,19 @@ impl World {
             .serve_with_incoming(UnixListenerStream::new(listener));
         tokio::spawn(server);
         Self { dir, fake, socket }
+    }
+
+    /// Serves on TCP besides; returns `HOST:PORT`.
+    pub(crate) async fn tcp(&self) -> String {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let served = Served(self.fake.clone());
+        let server = tonic::transport::Server::builder()
+            .add_service(GenerationServer::new(served.clone()))
+            .add_service(ControlServer::new(served))
+            .serve_with_incoming(TcpListenerStream::new(listener));
+        tokio::spawn(server);
+        address
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
