@@ -76,10 +76,11 @@ impl Progress {
         let numbers = if bytes { "{bytes}/{total_bytes}" } else { "{pos}/{len}" };
         let template = format!("{{spinner}} {{msg}} {{bar:30}} {numbers} {{elapsed}}");
         let style = ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar());
-        self.bar.set_style(style.progress_chars("━╸─"));
-        self.bar.set_message(message);
+        // Numbers first, so that no frame shows the old ones in the new style.
         self.bar.set_length(advance.total);
         self.bar.set_position(advance.done);
+        self.bar.set_message(message);
+        self.bar.set_style(style.progress_chars("━╸─"));
     }
 
     /// Does something with the terminal while the bar is out of the way.
