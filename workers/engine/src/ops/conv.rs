@@ -1,7 +1,7 @@
 //! Convolutions over channels-last images.
 //!
 //! A convolution is a product of rows with the packed weight, where a row is the `kh · kw` pixels under the kernel, read
-//! where they lie. Nothing is unfolded in memory.
+//! where they lie. Nothing is unfolded in memory. Kernels of 3×3 with stride one go by way of [`winograd`].
 
 use std::ops::Range;
 
@@ -12,6 +12,8 @@ use super::packed::Packed;
 use super::pointwise::Activation;
 use super::product::{Epilogue, Rows, product, product_tensor, slot};
 use super::tensor::{Output, to_vec, with_slice};
+use super::transforms::WIDE;
+use super::winograd::{self, Winograd};
 
 /// Rows and columns of zeros around an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -38,14 +40,32 @@ impl Padding {
     }
 }
 
-/// The parameters of a 2-D convolution, packed for the CPU: as many bytes as in the file, rounded up to 16 outputs.
+/// The parameters of a 2-D convolution, packed for the CPU: as many bytes as in the file, rounded up to 16 outputs, and
+/// 16/9 of that where Winograd's transform is used. [`Conv2d::bytes_of`] says how many in advance.
 #[derive(Clone, Debug)]
 pub struct Conv2d {
     packed: Packed,
+    method: Method,
     kernel: (usize, usize),
     in_channels: usize,
     stride: usize,
     padding: Padding,
+}
+
+/// How a convolution is computed: a pure function of its parameters' shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Method {
+    Direct,
+    Winograd,
+}
+
+impl Method {
+    fn of(cout: usize, cin: usize, kernel: (usize, usize), stride: usize) -> Self {
+        // Beyond 640 × 960 channels weights are most of a model, and 7/9 more of them is too much to pay. Of few channels
+        // the transforms cost more than they save.
+        let pays = cin >= 32 && cin % WIDE == 0 && cout >= 32 && cin * cout <= 640 * 960;
+        if kernel == (3, 3) && stride == 1 && pays { Method::Winograd } else { Method::Direct }
+    }
 }
 
 impl Conv2d {
@@ -58,8 +78,12 @@ impl Conv2d {
         if stride == 0 {
             bail!("conv2d: stride must be at least 1, got 0");
         }
-        let packed = with_slice(&weight, |w| Packed::new(w, bias.as_ref(), n, kh * kw, in_channels))?;
-        Ok(Self { packed, kernel: (kh, kw), in_channels, stride, padding })
+        let method = Method::of(n, in_channels, (kh, kw), stride);
+        let packed = with_slice(&weight, |w| match method {
+            Method::Direct => Packed::new(w, bias.as_ref(), n, kh * kw, in_channels),
+            Method::Winograd => winograd::pack(w, bias.as_ref(), n, in_channels),
+        })?;
+        Ok(Self { packed, method, kernel: (kh, kw), in_channels, stride, padding })
     }
 
     /// Channels of the input.
@@ -76,11 +100,20 @@ impl Conv2d {
     pub fn bytes(&self) -> usize {
         self.packed.bytes()
     }
+
+    /// Bytes that a convolution with a bias will hold, before it is loaded.
+    pub fn bytes_of(cout: usize, cin: usize, kernel: (usize, usize), stride: usize) -> usize {
+        match Method::of(cout, cin, kernel, stride) {
+            Method::Direct => Packed::bytes_of(cout, kernel.0 * kernel.1, cin),
+            Method::Winograd => Packed::bytes_of(cout, 16, cin),
+        }
+    }
 }
 
 /// The convolution of `x` `[N, H, W, Cin]`, giving `[N, H', W', Cout]`, `H' = (H + top + bottom − kh) / stride + 1`.
 ///
-/// Working set: at most 32 KiB a thread, 64 KiB below 16 channels, for a 3×3 kernel; a copy of `x` if it is not contiguous.
+/// Working set: per thread at most 64 KiB, and for 3×3 kernels of stride one `16 · 24 · (Cin + 16)` floats (1.5 MB at
+/// most); a copy of `x` if it is not contiguous.
 ///
 /// # Errors
 /// If shapes do not fit or the image is smaller than the kernel.
@@ -110,6 +143,10 @@ fn run(x: &Tensor, conv: &Conv2d, epilogue: Epilogue<'_>) -> Result<Tensor> {
     let (oh, ow) = ((h + p.top + p.bottom - kh) / conv.stride + 1, (w + p.left + p.right - kw) / conv.stride + 1);
     with_slice(x, |data| {
         let zeros = vec![0f32; c];
+        if conv.method == Method::Winograd {
+            let size = (n, h, w, c);
+            return Winograd { image: data, size, padding: p, packed: &conv.packed, zeros: &zeros, epilogue }.run();
+        }
         let window = Window {
             image: data,
             size: (h, w, c),
@@ -228,6 +265,11 @@ impl UpsampleConv2d {
     /// Bytes that the parameters hold.
     pub fn bytes(&self) -> usize {
         self.phases.iter().map(Packed::bytes).sum()
+    }
+
+    /// Bytes that a convolution with a bias will hold, before it is loaded.
+    pub fn bytes_of(cout: usize, cin: usize) -> usize {
+        4 * Packed::bytes_of(cout, 4, cin)
     }
 }
 

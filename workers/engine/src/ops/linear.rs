@@ -39,6 +39,11 @@ impl Linear {
     pub fn bytes(&self) -> usize {
         self.packed.bytes()
     }
+
+    /// Bytes that a layer with a bias will hold, before it is loaded.
+    pub fn bytes_of(out_features: usize, in_features: usize) -> usize {
+        Packed::bytes_of(out_features, 1, in_features)
+    }
 }
 
 /// `act(x Wᵀ + b)` for `x` `[.., K]`, giving `[.., N]`. One row gives the same bytes alone as among others.

@@ -22,6 +22,8 @@ mod simd;
 mod tensor;
 mod thin;
 mod threads;
+mod transforms;
+mod winograd;
 
 pub use attention::{AttentionMask, attention};
 pub use conv::{Conv2d, Padding, UpsampleConv2d, conv2d, conv2d_add, conv2d_upsampled};

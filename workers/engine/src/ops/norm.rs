@@ -12,6 +12,9 @@ use super::threads::parallel;
 /// Pixels whose statistics are summed in f32 before they are added up in f64. Fixed, so that threads do not change sums.
 const STATS_BLOCK: usize = 64;
 
+/// Elements that an inner loop should have.
+const WIDE_ROW: usize = 256;
+
 /// Group normalisation of `x` `[N, .., C]` over each image and each of `groups` runs of channels, scaled by `weight`
 /// `[C]`, shifted by `bias` `[C]`, then `act`.
 ///
@@ -46,6 +49,10 @@ pub fn group_norm(
     let pixels = x.elem_count() / (n * c);
     with_slice(x, |xs| {
         let (scale, shift) = affine(xs, n, pixels, c, groups, &weight, &bias, eps)?;
+        // Of few channels several pixels are taken as one, for loops that are worth their start.
+        let wide = c * WIDE_ROW.div_ceil(c);
+        let repeat = |v: Vec<f32>| -> Vec<f32> { v.chunks_exact(c).flat_map(|v| v.repeat(wide / c)).collect() };
+        let (scale, shift) = (repeat(scale), repeat(shift));
         // SAFETY: each pixel of the output is written from its pixel of the input.
         unsafe {
             build_rows(n * pixels, c, 1200, x.shape(), |first, out| {
@@ -55,7 +62,7 @@ pub fn group_norm(
                     let row = first + done / c;
                     let image = row / pixels;
                     let len = ((image + 1) * pixels - row).min((out.len() - done) / c) * c;
-                    let affine = (&scale[image * c..][..c], &shift[image * c..][..c]);
+                    let affine = (&scale[image * wide..][..wide], &shift[image * wide..][..wide]);
                     scale_shift(&xs[row * c..][..len], affine, &mut out[done..done + len], act);
                     done += len;
                 }
@@ -119,11 +126,30 @@ fn affine(
     Ok((scale, shift))
 }
 
+/// Channels whose moments are taken together.
+const COLUMN: usize = 16;
+
 #[inline(always)]
 fn moments_body<const FMA: bool>(xs: &[f32], origin: &[f32], sum: &mut [f32], squares: &mut [f32]) {
     let c = origin.len();
-    for x in xs.chunks_exact(c) {
-        for i in 0..c {
+    let mut from = 0;
+    // Some channels at a time, down all pixels, so that their sums stay in registers.
+    while from + COLUMN <= c {
+        let mut acc = [[0f32; COLUMN]; 2];
+        for x in xs.chunks_exact(c) {
+            let x = &x[from..from + COLUMN];
+            for l in 0..COLUMN {
+                let d = x[l] - origin[from + l];
+                acc[0][l] += d;
+                acc[1][l] = fma::<FMA>(d, d, acc[1][l]);
+            }
+        }
+        sum[from..from + COLUMN].copy_from_slice(&acc[0]);
+        squares[from..from + COLUMN].copy_from_slice(&acc[1]);
+        from += COLUMN;
+    }
+    for i in from..c {
+        for x in xs.chunks_exact(c) {
             let d = x[i] - origin[i];
             sum[i] += d;
             squares[i] = fma::<FMA>(d, d, squares[i]);
@@ -132,7 +158,7 @@ fn moments_body<const FMA: bool>(xs: &[f32], origin: &[f32], sum: &mut [f32], sq
 }
 
 simd! {
-    /// Adds, per channel, the differences from `origin` and their squares.
+    /// Sums up, per channel, the differences from `origin` and their squares.
     fn moments(xs: &[f32], origin: &[f32], sum: &mut [f32], squares: &mut [f32]) = moments_body
 }
 
@@ -153,16 +179,15 @@ fn scale_shift_map<const FMA: bool>(
     out: &mut [MaybeUninit<f32>],
     f: impl Fn(f32) -> f32,
 ) {
-    let c = scale.len();
-    for (x, out) in xs.chunks_exact(c).zip(out.chunks_exact_mut(c)) {
-        for i in 0..c {
-            out[i].write(f(fma::<FMA>(x[i], scale[i], shift[i])));
+    for (x, out) in xs.chunks(scale.len()).zip(out.chunks_mut(scale.len())) {
+        for (((out, &x), &scale), &shift) in out.iter_mut().zip(x).zip(scale).zip(shift) {
+            out.write(f(fma::<FMA>(x, scale, shift)));
         }
     }
 }
 
 simd! {
-    /// Writes `act(x · scale + shift)`, per channel.
+    /// Writes `act(x · scale + shift)`, per channel of one or several pixels.
     fn scale_shift(xs: &[f32], affine: (&[f32], &[f32]), out: &mut [MaybeUninit<f32>], act: Activation)
         = scale_shift_body
 }

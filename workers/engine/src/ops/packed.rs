@@ -50,7 +50,7 @@ impl Packed {
             Some(b) => bail!("ops: bias {:?} does not fit {n} outputs", b.shape()),
             None => None,
         };
-        let order = if n <= THIN && depth % THIN_LANES == 0 && k >= 64 {
+        let order = if is_thin(n, taps, depth) {
             let mut rows = vec![0f32; n * k];
             for (to, from) in rows.chunks_exact_mut(k).zip(weight.chunks_exact(k)) {
                 for d in 0..depth {
@@ -96,6 +96,12 @@ impl Packed {
         self.depth
     }
 
+    /// What [`Self::bytes`] of such a matrix with a bias will be.
+    pub(super) fn bytes_of(n: usize, taps: usize, depth: usize) -> usize {
+        let rows = if is_thin(n, taps, depth) { n } else { n.next_multiple_of(NR) };
+        (rows * taps * depth + n) * size_of::<f32>()
+    }
+
     pub(super) fn bytes(&self) -> usize {
         let weight = match &self.order {
             Order::Panels(lines) => size_of_val(&**lines),
@@ -103,6 +109,10 @@ impl Packed {
         };
         weight + self.bias.as_ref().map_or(0, |b| size_of_val(&**b))
     }
+}
+
+fn is_thin(n: usize, taps: usize, depth: usize) -> bool {
+    n <= THIN && depth % THIN_LANES == 0 && taps * depth >= 64
 }
 
 fn panels(weight: &[f32], n: usize, taps: usize, depth: usize) -> Result<Arc<[Line]>> {

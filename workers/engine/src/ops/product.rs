@@ -71,7 +71,7 @@ pub(super) struct Epilogue<'a> {
 /// Rows that are computed together: they share a pass over the packed matrix, and their inputs stay in the second cache.
 const ROW_BLOCK: usize = 96;
 /// How much of `k` is multiplied at a time, so that a panel's part stays in the first cache.
-const K_BLOCK: usize = 256;
+pub(super) const K_BLOCK: usize = 256;
 /// Pieces shorter than this are copied together first, so that the kernel does not start anew every few elements.
 const SHALLOW: usize = 16;
 

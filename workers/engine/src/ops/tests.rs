@@ -120,6 +120,7 @@ fn linears_equal_plain_loops() -> Result<()> {
         let residual = random(&[m, n], 4);
         let layer = Linear::new(w.clone(), Some(b.clone()))?;
         assert_eq!((layer.in_features(), layer.out_features()), (k, n));
+        assert_eq!(layer.bytes(), Linear::bytes_of(n, k));
         let want = linear_reference(&wide(&x), &wide(&w), Some(&wide(&b)), k);
         for act in ACTIVATIONS {
             let want: Vec<f64> = want.iter().map(|&v| activation(act, v)).collect();
@@ -214,6 +215,12 @@ fn conv_cases() -> Vec<ConvCase> {
         case([1, 12, 10, 300], 18, (3, 3), 1, same),
         case([1, 9, 7, 8], 6, (5, 2), 3, Padding { top: 2, bottom: 0, left: 1, right: 3 }),
         case([1, 30, 30, 32], 4, (3, 3), 1, same),
+        case([1, 30, 30, 32], 32, (3, 3), 1, same),
+        case([2, 7, 9, 40], 50, (3, 3), 1, same),
+        case([1, 1, 5, 32], 33, (3, 3), 1, same),
+        case([2, 8, 1, 64], 48, (3, 3), 1, same),
+        case([1, 6, 7, 320], 40, (3, 3), 1, Padding::NONE),
+        case([1, 5, 6, 32], 32, (3, 3), 1, Padding { top: 2, bottom: 1, left: 0, right: 3 }),
     ]
 }
 
@@ -228,6 +235,7 @@ fn convolutions_equal_plain_loops() -> Result<()> {
         let (want, dims) = conv_reference(&x, &w, &b, &case);
         let got = conv2d(&x, &conv)?;
         assert_eq!(got.dims(), dims, "{what}");
+        assert_eq!(conv.bytes(), Conv2d::bytes_of(case.cout, case.image[3], case.kernel, case.stride), "{what}");
         close(&got, &want, 1e-5, &what);
         let residual = random(&dims, 4);
         let plus: Vec<f64> = want.iter().zip(wide(&residual)).map(|(v, r)| v + r).collect();
@@ -246,7 +254,9 @@ fn upsampling_convolutions_equal_upsampling_then_convolving() -> Result<()> {
         let size = [image[0], 2 * image[1], 2 * image[2], image[3]];
         let case = ConvCase { image: size, cout, kernel: (3, 3), stride: 1, padding: Padding::uniform(1) };
         let (want, dims) = conv_reference(&big, &w, &b, &case);
-        let got = conv2d_upsampled(&x, &UpsampleConv2d::new(w, Some(b))?)?;
+        let conv = UpsampleConv2d::new(w, Some(b))?;
+        assert_eq!(conv.bytes(), UpsampleConv2d::bytes_of(cout, image[3]));
+        let got = conv2d_upsampled(&x, &conv)?;
         assert_eq!(got.dims(), dims);
         close(&got, &want, 1e-5, &format!("{image:?}"));
     }
