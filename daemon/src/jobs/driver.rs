@@ -26,6 +26,18 @@ use crate::stages::runner::{StageNews, StageOrder, StageReport, StageRunner, Sto
 const LOADING_INTERVAL: Duration = Duration::from_millis(100);
 /// Least time between two events about steps or blocks computed; the last one is always told.
 const COMPUTING_INTERVAL: Duration = Duration::from_millis(20);
+/// Progress events of one job after which the intervals double, again and again: a log that is kept whole must not
+/// grow with a job's length.
+const DOUBLE_AFTER: u32 = 1000;
+
+/// Least time between two events of one phase, when a job has told so many already.
+fn interval(phase: ProgressPhase, told: u32) -> Duration {
+    let least = match phase {
+        ProgressPhase::Loading => LOADING_INTERVAL,
+        ProgressPhase::Unspecified | ProgressPhase::Starting | ProgressPhase::Computing => COMPUTING_INTERVAL,
+    };
+    least * (1 << (told / DOUBLE_AFTER).min(16))
+}
 
 /// What a driver is given.
 #[derive(Debug)]
@@ -57,12 +69,13 @@ impl Assignment {
 pub async fn drive<R: StageRunner>(runner: Arc<R>, job: Assignment) -> DriverEnd {
     let mut held: BTreeMap<Slot, R::Output> = BTreeMap::new();
     let of = job.plan.runs().len() as u32;
+    let mut told = 0;
     for (index, run) in job.plan.runs().iter().enumerate() {
         if job.stop.is_cancelled() {
             return DriverEnd::Stopped;
         }
         let began = Instant::now();
-        let report = match run_stage(&*runner, &job, run, index as u32 + 1, of, &held).await {
+        let report = match run_stage(&*runner, &job, run, (index as u32 + 1, of), &held, &mut told).await {
             Ok(report) => report,
             Err(Stopped::Asked) => return DriverEnd::Stopped,
             Err(Stopped::Failed(failure)) => return DriverEnd::Failed(failure),
@@ -94,9 +107,9 @@ async fn run_stage<R: StageRunner>(
     runner: &R,
     job: &Assignment,
     run: &StageRun,
-    number: u32,
-    of: u32,
+    (number, of): (u32, u32),
     held: &BTreeMap<Slot, R::Output>,
+    told: &mut u32,
 ) -> Result<StageReport<R::Output>, Stopped> {
     let (news, mut incoming) = mpsc::channel(16);
     let order = StageOrder {
@@ -108,7 +121,7 @@ async fn run_stage<R: StageRunner>(
         stop: job.stop.clone(),
         news,
     };
-    let mut teller = Teller { job, run, number, of, started: false, last: None };
+    let mut teller = Teller { job, run, number, of, started: false, last: None, told };
     let running = runner.run(order);
     tokio::pin!(running);
     let overdue = async {
@@ -144,6 +157,8 @@ struct Teller<'a> {
     of: u32,
     started: bool,
     last: Option<(ProgressPhase, u64, Instant)>,
+    /// Progress events of the whole job so far.
+    told: &'a mut u32,
 }
 
 impl Teller<'_> {
@@ -164,6 +179,7 @@ impl Teller<'_> {
                 self.start(0).await;
                 if self.is_worth_telling(phase, done, total) {
                     self.last = Some((phase, done, Instant::now()));
+                    *self.told += 1;
                     let (stage, image_index) = (self.run.stage as i32, self.run.image);
                     let progress = Progress { stage, image_index, phase: phase as i32, done, total };
                     self.job.tell(Entry::Progress(progress)).await;
@@ -177,11 +193,7 @@ impl Teller<'_> {
         if phase != last_phase {
             return true;
         }
-        let interval = match phase {
-            ProgressPhase::Loading => LOADING_INTERVAL,
-            ProgressPhase::Unspecified | ProgressPhase::Starting | ProgressPhase::Computing => COMPUTING_INTERVAL,
-        };
-        done != last_done && (done == total || at.elapsed() >= interval)
+        done != last_done && (done == total || at.elapsed() >= interval(phase, *self.told))
     }
 }
 
@@ -216,4 +228,21 @@ async fn paint<O: crate::stages::runner::Output>(
         })
     });
     painted.await.unwrap_or_else(|error| Err(internal(format!("making the picture failed: {error}"))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_day_of_steps_makes_a_log_of_some_thousand_events() {
+        let (mut told, mut time, day) = (0, Duration::ZERO, Duration::from_secs(24 * 3600));
+        while time < day {
+            time += interval(ProgressPhase::Computing, told);
+            told += 1;
+        }
+        assert!((5_000..20_000).contains(&told), "{told}");
+        assert_eq!(interval(ProgressPhase::Computing, 999), COMPUTING_INTERVAL, "an ordinary job tells every step");
+        assert!(interval(ProgressPhase::Loading, u32::MAX) > Duration::from_secs(3600), "and nothing overflows");
+    }
 }

@@ -49,8 +49,10 @@ enum Act {
     Deaf,
 }
 
+type Script = Box<dyn Fn(&Admitted, Stage, u32) -> Act + Send + Sync>;
+
 struct FakeRunner {
-    act: Box<dyn Fn(&Admitted, Stage, u32) -> Act + Send + Sync>,
+    act: Script,
     token: Semaphore,
     outputs: Arc<AtomicUsize>,
     order: Mutex<Vec<(JobId, Stage, u32)>>,
