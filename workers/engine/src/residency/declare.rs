@@ -1,6 +1,6 @@
 //! What a segment needs: its layers, and through them its tensors.
 
-use crate::ops::Padding;
+use crate::ops::{Conv2d, Linear, Padding, UpsampleConv2d};
 
 /// A segment's place in its model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -135,20 +135,17 @@ impl LayerSpec {
 
     /// Bytes that the layer holds on the CPU device once bound: f32, packed as its operation wants it.
     pub fn bound_bytes(&self) -> u64 {
-        // The CPU's products are packed in panels of sixteen outputs.
-        let packed = |outputs: usize, k: usize| outputs.next_multiple_of(16) * k;
-        let numbers = match self {
+        let bytes = match self {
             LayerSpec::Linear { input, outputs, bias, .. } => {
                 let rows: usize = outputs.iter().sum();
-                packed(rows, *input) + if *bias { rows } else { 0 }
+                Linear::bytes_of(rows, *input) - if *bias { 0 } else { 4 * rows }
             }
-            LayerSpec::Conv { shape: s, .. } => packed(s.output, s.input * s.kernel * s.kernel) + s.output,
-            // Four kernels of 2×2, one for each parity of a pixel's place.
-            LayerSpec::Upsample { channels, .. } => 4 * (packed(*channels, 4 * channels) + channels),
-            LayerSpec::Norm { channels, .. } => 2 * channels,
-            LayerSpec::Table { shape, .. } => shape.iter().product::<usize>(),
+            LayerSpec::Conv { shape: s, .. } => Conv2d::bytes_of(s.output, s.input, (s.kernel, s.kernel), s.stride),
+            LayerSpec::Upsample { channels, .. } => UpsampleConv2d::bytes_of(*channels, *channels),
+            LayerSpec::Norm { channels, .. } => 4 * 2 * channels,
+            LayerSpec::Table { shape, .. } => 4 * shape.iter().product::<usize>(),
         };
-        4 * numbers as u64
+        bytes as u64
     }
 }
 
