@@ -22,6 +22,7 @@ enum Case {
     Linear { m: usize, k: usize, n: usize, act: Activation },
     Attention { sq: usize, skv: usize, heads: usize, d: usize, causal: bool },
     GroupNorm { side: usize, c: usize, groups: usize, act: Activation },
+    LinearGeglu { m: usize, k: usize, n: usize },
     LayerNorm { m: usize, c: usize },
     Geglu { m: usize, c: usize },
     Silu { m: usize, c: usize },
@@ -60,6 +61,7 @@ const DEFAULT_MODEL: &[Case] = &[
     linear(256, 128, 128),
     linear(256, 128, 1024),
     linear(64, 160, 160),
+    Case::LinearGeglu { m: 256, k: 128, n: 1024 },
     linear(77, 192, 160),
     attention(256, 256, 4, 32),
     attention(256, 77, 4, 32),
@@ -99,6 +101,8 @@ const SD15: &[Case] = &[
     linear(1, 1280, 1280),
     linear(4096, 320, 320),
     linear(4096, 320, 2560),
+    Case::LinearGeglu { m: 4096, k: 320, n: 2560 },
+    Case::LinearGeglu { m: 256, k: 1280, n: 10240 },
     linear(4096, 1280, 320),
     linear(1024, 640, 5120),
     linear(256, 1280, 1280),
@@ -156,6 +160,7 @@ impl Case {
             Case::GroupNorm { side, c, groups, act } => {
                 json!({"op": "group_norm", "side": side, "c": c, "groups": groups, "act": label(act)})
             }
+            Case::LinearGeglu { m, k, n } => json!({"op": "linear_geglu", "m": m, "k": k, "n": n}),
             Case::LayerNorm { m, c } => json!({"op": "layer_norm", "m": m, "c": c}),
             Case::Geglu { m, c } => json!({"op": "geglu", "m": m, "c": c}),
             Case::Silu { m, c } => json!({"op": "silu", "m": m, "c": c}),
@@ -174,6 +179,7 @@ impl Case {
                 format!("attention {sq}×{skv} {heads}×{d}{}", if causal { " causal" } else { "" })
             }
             Case::GroupNorm { side, c, groups, act } => format!("group_norm {c}/{groups} at {side}² {}", label(act)),
+            Case::LinearGeglu { m, k, n } => format!("linear + geglu {m}×{k}→{n}"),
             Case::LayerNorm { m, c } => format!("layer_norm {m}×{c}"),
             Case::Geglu { m, c } => format!("geglu {m}×{c}"),
             Case::Silu { m, c } => format!("silu {m}×{c}"),
@@ -189,7 +195,7 @@ impl Case {
                 product((side / stride).pow(2), cin * kernel * kernel, cout)
             }
             Case::UpConv { side, cin, cout } => product(4 * side * side, cin * 9, cout),
-            Case::Linear { m, k, n, .. } => product(m, k, n),
+            Case::Linear { m, k, n, .. } | Case::LinearGeglu { m, k, n } => product(m, k, n),
             Case::Attention { sq, skv, heads, d, causal } => {
                 product(sq * heads, skv, 2 * d).map(|f| if causal { f / 2.0 } else { f })
             }
@@ -227,6 +233,10 @@ impl Case {
             Case::GroupNorm { side, c, groups, act } => {
                 let (x, w, b) = (random(&[1, side, side, c])?, random(&[c])?, random(&[c])?);
                 Box::new(move || ops::group_norm(&x, groups, &w, &b, 1e-5, act))
+            }
+            Case::LinearGeglu { m, k, n } => {
+                let (x, layer) = (random(&[m, k])?, Linear::new(random(&[n, k])?, Some(random(&[n])?))?);
+                Box::new(move || ops::linear_geglu(&x, &layer))
             }
             Case::LayerNorm { m, c } => {
                 let (x, w, b) = (random(&[m, c])?, random(&[c])?, random(&[c])?);

@@ -48,6 +48,14 @@ def variants(case):
     elif op == "linear":
         x, linear, act = torch.randn(case["m"], case["k"]), torch.nn.Linear(case["k"], case["n"]), ACTIVATIONS[case["act"]]
         made["rows"] = lambda: act(linear(x))
+    elif op == "linear_geglu":
+        x, linear = torch.randn(case["m"], case["k"]), torch.nn.Linear(case["k"], case["n"])
+
+        def linear_geglu():
+            hidden, gate = linear(x).chunk(2, dim=-1)
+            return hidden * F.gelu(gate)
+
+        made["rows"] = linear_geglu
     elif op == "attention":
         def heads(tokens):
             return torch.randn(1, tokens, case["heads"], case["d"]).transpose(1, 2)

@@ -63,7 +63,7 @@ impl Method {
     fn of(cout: usize, cin: usize, kernel: (usize, usize), stride: usize) -> Self {
         // Beyond 640 × 960 channels weights are most of a model, and 7/9 more of them is too much to pay. Of few channels
         // the transforms cost more than they save.
-        let pays = cin >= 32 && cin % WIDE == 0 && cout >= 32 && cin * cout <= 640 * 960;
+        let pays = cin >= 32 && cin.is_multiple_of(WIDE) && cout >= 32 && cin * cout <= 640 * 960;
         if kernel == (3, 3) && stride == 1 && pays { Method::Winograd } else { Method::Direct }
     }
 }
@@ -240,7 +240,7 @@ impl UpsampleConv2d {
         let weight = to_vec(&weight)?;
         let phase = |py: usize, px: usize| {
             // Even lines see taps {0} and {1, 2}, odd ones {0, 1} and {2}.
-            let side = |parity: usize, tap: usize| usize::from(tap + parity >= 1 + 2 * parity);
+            let side = |parity: usize, tap: usize| usize::from(tap > parity);
             let mut sums = vec![0f32; n * in_channels * 4];
             for (sums, taps) in sums.chunks_exact_mut(4).zip(weight.chunks_exact(9)) {
                 for (tap, &v) in taps.iter().enumerate() {

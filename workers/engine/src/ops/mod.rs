@@ -29,7 +29,7 @@ pub use attention::{AttentionMask, attention};
 pub use conv::{Conv2d, Padding, UpsampleConv2d, conv2d, conv2d_add, conv2d_upsampled};
 pub use embedding::timestep_embedding;
 pub use layout::{concat_channels, nchw_to_nhwc, nhwc_to_nchw, upsample_nearest2x};
-pub use linear::{Linear, linear, linear_add};
+pub use linear::{Linear, linear, linear_add, linear_geglu};
 pub use norm::{group_norm, layer_norm, rms_norm};
 pub use pointwise::{Activation, activate, add, geglu, silu};
 pub use threads::{install, set_threads, threads};

@@ -112,7 +112,7 @@ impl Packed {
 }
 
 fn is_thin(n: usize, taps: usize, depth: usize) -> bool {
-    n <= THIN && depth % THIN_LANES == 0 && taps * depth >= 64
+    n <= THIN && depth.is_multiple_of(THIN_LANES) && taps * depth >= 64
 }
 
 fn panels(weight: &[f32], n: usize, taps: usize, depth: usize) -> Result<Arc<[Line]>> {

@@ -89,6 +89,18 @@ simd! {
     fn geglu_to(xs: &[f32], out: &mut [MaybeUninit<f32>], width: usize) = geglu_body
 }
 
+#[inline(always)]
+fn gate_body<const FMA: bool>(hidden: &mut [f32], gate: &[f32]) {
+    for (h, &g) in hidden.iter_mut().zip(gate) {
+        *h *= simd::gelu::<FMA>(g);
+    }
+}
+
+simd! {
+    /// Multiplies each element of `hidden` by the gelu of its `gate`.
+    fn gate_in_place(hidden: &mut [f32], gate: &[f32]) = gate_body
+}
+
 /// Applies `act` to every element; any shape.
 ///
 /// # Errors

@@ -95,7 +95,7 @@ pub(super) fn gelu<const FMA: bool>(x: f32) -> f32 {
     const P: [f32; 9] = [
         0.714_341_6,
         -0.959_467_77,
-        0.319_705_82,
+        0.319_705_8,
         0.144_014_44,
         -0.174_814_29,
         0.331_667_93,
@@ -104,7 +104,7 @@ pub(super) fn gelu<const FMA: bool>(x: f32) -> f32 {
         -2.305_477_2,
     ];
     let t = 1.0 / fma::<FMA>(x.abs(), 0.25, 1.0);
-    let mut p = -0.172_912_99;
+    let mut p = -0.172_913;
     for c in P {
         p = fma::<FMA>(p, t, c);
     }
@@ -116,7 +116,7 @@ pub(super) fn gelu<const FMA: bool>(x: f32) -> f32 {
 /// `0.5 x (1 + tanh u) = x · σ(2u)`, `u = √(2/π) (x + 0.044715 x³)`.
 #[inline(always)]
 pub(super) fn gelu_tanh<const FMA: bool>(x: f32) -> f32 {
-    const TWICE_ROOT: f32 = 1.595_769_1;
+    const TWICE_ROOT: f32 = 1.595_769;
     x * sigmoid::<FMA>(TWICE_ROOT * x * fma::<FMA>(0.044_715 * x, x, 1.0))
 }
 

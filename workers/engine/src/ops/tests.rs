@@ -135,6 +135,18 @@ fn linears_equal_plain_loops() -> Result<()> {
 }
 
 #[test]
+fn gated_linears_equal_linear_then_gate() -> Result<()> {
+    for (m, k, n) in [(1, 20, 32), (7, 300, 64), (200, 40, 96), (97, 33, 10), (400, 64, 512)] {
+        let x = random(&[2, m, k], 1);
+        let layer = Linear::new(random(&[n, k], 2), Some(random(&[n], 3)))?;
+        let got = linear_geglu(&x, &layer)?;
+        assert_eq!(got.dims(), [2, m, n / 2]);
+        assert_eq!(bits(&got), bits(&geglu(&linear(&x, &layer, Activation::None)?)?), "{m} × {k} × {n}");
+    }
+    Ok(())
+}
+
+#[test]
 fn linears_take_views_and_keep_leading_axes() -> Result<()> {
     let x = random(&[2, 9, 5], 1).transpose(1, 2)?;
     let w = random(&[4, 9], 2);

@@ -28,7 +28,7 @@ pub(super) struct Thin<'a> {
 /// # Safety
 /// The table's addresses are those of `depth` floats each, a multiple of [`THIN_LANES`].
 pub(super) unsafe fn thin_product(thin: &mut Thin<'_>) {
-    assert!(thin.depth % THIN_LANES == 0 && thin.weight.len() == thin.n * thin.taps * thin.depth);
+    assert!(thin.depth.is_multiple_of(THIN_LANES) && thin.weight.len() == thin.n * thin.taps * thin.depth);
     macro_rules! by_outputs {
         ($f:ident) => {
             // SAFETY: the caller's promise, and the processor has what `$f` needs.
@@ -134,10 +134,10 @@ unsafe fn some_base<const N: usize, const M: usize>(thin: &mut Thin<'_>, row: us
         for k in (0..thin.depth).step_by(THIN_LANES) {
             for i in 0..M {
                 for n in 0..N {
-                    for l in 0..THIN_LANES {
+                    for (l, acc) in acc[i][n].iter_mut().enumerate() {
                         // SAFETY: rows and weights have `depth` elements, a multiple of the lanes.
                         let (x, w) = unsafe { (*x[i].add(k + l), *w[n].add(k + l)) };
-                        acc[i][n][l] = fma::<BASE_FMA>(x, w, acc[i][n][l]);
+                        *acc = fma::<BASE_FMA>(x, w, *acc);
                     }
                 }
             }

@@ -13,7 +13,7 @@ pub(super) const WIDE: usize = 8;
 /// If the pixels' width is no multiple of [`WIDE`], they differ, or the output is short.
 pub(super) fn to_points(pixels: &[&[f32]; POINTS], out: &mut [f32], stride: usize) {
     let c = pixels[0].len();
-    assert!(c % WIDE == 0 && pixels.iter().all(|p| p.len() == c) && out.len() >= (POINTS - 1) * stride + c);
+    assert!(c.is_multiple_of(WIDE) && pixels.iter().all(|p| p.len() == c) && out.len() >= (POINTS - 1) * stride + c);
     let pixels = pixels.map(|p| p.as_ptr());
     #[cfg(target_arch = "x86_64")]
     if super::simd::has_avx2_fma() {
