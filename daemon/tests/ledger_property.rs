@@ -62,9 +62,9 @@ impl StateMachineTest for LedgerInItsWorld {
     }
 }
 
-// 48 histories of 150 to 350 operations are some 12,000 operations, and more events, since time passes with ticks and pulses.
+// 40 histories of 150 to 350 operations are some 10,000 operations, and more events, since time passes with ticks and pulses.
 prop_state_machine! {
-    #![proptest_config(Config { cases: 48, failure_persistence: None, ..Config::default() })]
+    #![proptest_config(Config { cases: 40, failure_persistence: None, ..Config::default() })]
 
     #[test]
     fn every_history_keeps_the_invariants(sequential 150..350 => LedgerInItsWorld);

@@ -227,6 +227,20 @@ fn requests_for_a_process_that_goes_are_refused_so_that_a_new_one_is_asked_for()
 }
 
 #[test]
+fn an_incarnation_that_has_ended_is_never_granted_again() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 10, 10);
+    bench.step(Event::Reaped { incarnation: 1 });
+    assert!(matches!(bench.refused(vector(1, 10, 10, 10)), Refusal::HolderGone { incarnation: 1, .. }));
+    // One whose task was withdrawn before its process started has ended as well: the start may still show up.
+    let (second, _) = bench.granted(vector(2, 10, 10, 10));
+    let third = bench.waits(vector(2, 10, 10, 10));
+    let effects = bench.release(second);
+    assert!(matches!(refusals(&effects)[..], [(id, Refusal::HolderGone { incarnation: 2, .. })] if id == third));
+    assert_eq!(killed(&bench.step(Event::Spawned { incarnation: 2 })), [2]);
+}
+
+#[test]
 fn a_revision_that_is_not_answered_kills_and_a_kill_frees_nothing() {
     let mut bench = Bench::new(100);
     bench.warm(1, 10, 50, 30);

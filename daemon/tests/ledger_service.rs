@@ -137,13 +137,9 @@ async fn a_waiting_request_is_granted_in_the_turn_of_the_proof() {
         let residency = residency.clone();
         async move { residency.request(vector(2, 20, 30)).await }
     });
-    let view = loop {
-        tokio::task::yield_now().await;
-        let view = residency.snapshot().await.remove(0);
-        if !view.waiters.is_empty() {
-            break view;
-        }
-    };
+    // The request's command is queued when its task has been polled once, and the snapshot's behind it.
+    tokio::task::yield_now().await;
+    let view = residency.snapshot().await.remove(0);
     assert_eq!((view.waiters[0].need, view.leased, view.budget, view.total), (60, 80, 100, 200));
     let [Call::Revise(1, lease, 0)] = stage.calls()[..] else { panic!("the idle process shrinks") };
 
@@ -316,13 +312,15 @@ async fn decisions_are_told() {
     let granted = decisions.recv().await.unwrap();
     assert_eq!(granted.to_string(), "stage 1 was granted 80 B on cpu after 0.0ns");
     assert_eq!(granted.job, Some("job1".into()));
-    drop(residency.request(vector(1, 60, 60)).await);
-    loop {
-        let decision = decisions.recv().await.unwrap();
-        if let DecisionKind::Refused(Refusal::DoesNotFit { need, .. }) = decision.kind {
-            assert_eq!(need, 130);
-            break;
+    drop(residency.request(vector(2, 60, 60)).await);
+    let refused = async {
+        loop {
+            if let DecisionKind::Refused(refusal) = decisions.recv().await.unwrap().kind {
+                break refusal;
+            }
         }
-    }
+    };
+    let refusal = timeout(SECOND, refused).await.expect("told");
+    assert!(matches!(refusal, Refusal::DoesNotFit { need: 130, .. }), "{refusal}");
     drop(stage);
 }

@@ -86,8 +86,12 @@ fn deadlines_are_kept(ledger: &Ledger, now: Moment) -> Result<(), Violation> {
     Ok(())
 }
 
-/// R4 and R5: every lease belongs to one holder; a dead one's are all unproven; one of each purpose a process.
+/// R4 and R5: every lease belongs to one holder, which has not ended; a dead one's are all unproven; one of each purpose a
+/// process.
 fn leases_have_holders(ledger: &Ledger) -> Result<(), Violation> {
+    if let Some(incarnation) = ledger.holders.keys().find(|incarnation| ledger.ended.contains(**incarnation)) {
+        return broken("R4", format!("{incarnation} has ended and holds leases again"));
+    }
     let mut purposes = BTreeSet::new();
     for (id, lease) in &ledger.leases {
         let Some(holder) = ledger.holders.get(&lease.incarnation) else {

@@ -138,7 +138,7 @@ impl<M: Machine> World<M> {
     /// One event, its effects upon the world, and what must hold afterwards.
     fn event(&mut self, event: Event) -> Result<(), String> {
         self.seen.events += 1;
-        let text = format!("{event:?}");
+        let after = event.clone();
         let (before, capacity) = (self.really_held(), self.machine.capacity());
         let effects = self.machine.step(event, self.now, &mut self.pool);
         effects.into_iter().try_for_each(|effect| self.take_effect(effect))?;
@@ -146,7 +146,7 @@ impl<M: Machine> World<M> {
         // A capacity that shrinks below what is held breaks nothing; a grant then would.
         let most = self.machine.capacity().max(capacity).min(WORLD);
         if held > before && held > most {
-            return Err(format!("{held} bytes are really held of {most} after {text}"));
+            return Err(format!("{held} bytes are really held of {most} after {after:?}"));
         }
         Ok(())
     }

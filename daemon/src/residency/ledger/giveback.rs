@@ -215,6 +215,7 @@ impl Ledger {
             self.proven(incarnation, lease.id, lease.bytes, proof, since, turn);
         }
         self.holders.remove(&incarnation);
+        self.ended.insert(incarnation);
     }
 
     fn proven(

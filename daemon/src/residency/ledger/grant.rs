@@ -25,9 +25,8 @@ impl Ledger {
         if let Some(refusal) = self.refusal(&vector, turn.shared.limit()) {
             return self.refuse(id, &vector, refusal, turn);
         }
-        let (since, holder_seen) = (turn.now, self.holders.contains_key(&vector.incarnation));
         let (told, blocked_since, overtaken) = (false, None, 0);
-        self.waiters.push_back(Waiter { id, vector, since, holder_seen, told, blocked_since, overtaken });
+        self.waiters.push_back(Waiter { id, vector, since: turn.now, told, blocked_since, overtaken });
     }
 
     fn refuse(&mut self, id: RequestId, vector: &LeaseVector, refusal: Refusal, turn: &mut Turn<'_>) {
@@ -39,6 +38,9 @@ impl Ledger {
     /// Why a request can never be granted.
     fn refusal(&self, vector: &LeaseVector, shared_limit: u64) -> Option<Refusal> {
         let holder = vector.holder.clone();
+        if self.ended.contains(vector.incarnation) {
+            return Some(Refusal::HolderGone { incarnation: vector.incarnation, holder });
+        }
         let malformed = |what: String| Some(Refusal::Malformed { holder: holder.clone(), what });
         let mut named: BTreeMap<Purpose, LeasePart> = BTreeMap::new();
         for part in &vector.parts {
@@ -149,12 +151,9 @@ impl Ledger {
 
     /// Refuses requests for processes that are gone or going.
     fn refuse_for_the_gone(&mut self, turn: &mut Turn<'_>) {
-        for waiter in &mut self.waiters {
-            waiter.holder_seen |= self.holders.contains_key(&waiter.vector.incarnation);
-        }
         let gone = |ledger: &Self, waiter: &Waiter| match ledger.holders.get(&waiter.vector.incarnation) {
             Some(holder) => !holder.usable(),
-            None => waiter.holder_seen,
+            None => ledger.ended.contains(waiter.vector.incarnation),
         };
         while let Some(at) = self.waiters.iter().position(|waiter| gone(self, waiter)) {
             let Some(Waiter { id, vector, .. }) = self.waiters.remove(at) else { return };

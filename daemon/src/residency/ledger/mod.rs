@@ -14,6 +14,7 @@
 //!   without a message being exchanged.
 
 mod decision;
+mod ended;
 mod giveback;
 mod grant;
 mod show;
@@ -25,6 +26,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 pub use self::decision::{Decision, DecisionKind};
+use self::ended::Ended;
 use self::state::{Holder, Lease, LeaseState, Life, Waiter};
 use self::token::Token;
 use super::handle::Afterwards;
@@ -286,6 +288,8 @@ pub struct Ledger {
     pub(super) waiters: VecDeque<Waiter>,
     pub(super) token: Token,
     pub(super) degraded: Option<String>,
+    /// Processes that are gone for ever.
+    pub(super) ended: Ended,
     next_lease: u64,
 }
 
@@ -311,6 +315,7 @@ impl Ledger {
             waiters: VecDeque::new(),
             token: Token::default(),
             degraded: None,
+            ended: Ended::default(),
             next_lease: first_lease,
         }
     }

@@ -159,8 +159,6 @@ pub(in crate::residency) struct Waiter {
     pub(in crate::residency) id: RequestId,
     pub(in crate::residency) vector: LeaseVector,
     pub(in crate::residency) since: Moment,
-    /// The holder exists or has existed: if it is missing later, it is gone and not yet to come.
-    pub(in crate::residency) holder_seen: bool,
     /// People were told that it waits for its process.
     pub(in crate::residency) told: bool,
     /// Since it lacked nothing but bytes, for the first time.
