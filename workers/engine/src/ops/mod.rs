@@ -6,7 +6,8 @@
 //! **Determinism.** Every output element is one sum in one order that depends on the operation's shape alone, so a
 //! result has the same bytes with any number of threads, on every run, and for an image alone or in a batch.
 //!
-//! **Memory.** Beside its output an operation takes only what its documentation calls *working set*.
+//! **Memory.** Beside its output an operation takes only what its documentation calls *working set*. What is said to be per
+//! thread stays with the pool's threads for the next call.
 
 mod attention;
 mod conv;

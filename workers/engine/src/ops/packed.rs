@@ -66,6 +66,18 @@ impl Packed {
         Ok(Self { order, bias, n, taps, depth })
     }
 
+    /// The same matrix, shared, with `shift` added to its bias.
+    pub(super) fn shifted(&self, shift: &[f32]) -> Result<Self> {
+        if shift.len() != self.n {
+            bail!("ops: a shift of {} elements does not fit {} outputs", shift.len(), self.n);
+        }
+        let bias: Arc<[f32]> = match &self.bias {
+            Some(bias) => bias.iter().zip(shift).map(|(b, s)| b + s).collect(),
+            None => shift.into(),
+        };
+        Ok(Self { bias: Some(bias), ..self.clone() })
+    }
+
     pub(super) fn order(&self) -> &Order {
         &self.order
     }

@@ -70,8 +70,8 @@ pub(super) struct Epilogue<'a> {
 
 /// Rows that are computed together: they share a pass over the packed matrix, and their inputs stay in the second cache.
 const ROW_BLOCK: usize = 96;
-/// How much of `k` is multiplied at a time, so that a panel's part stays in the first cache.
-pub(super) const K_BLOCK: usize = 256;
+/// How much of `k` is multiplied at a time, so that a panel's part (24 KiB) stays in the first cache.
+pub(super) const K_BLOCK: usize = 384;
 /// Pieces shorter than this are copied together first, so that the kernel does not start anew every few elements.
 const SHALLOW: usize = 16;
 

@@ -19,7 +19,7 @@ use super::threads::{parallel, threads};
 use super::transforms::{POINTS, from_points, to_points};
 
 /// Tiles that are computed together; a multiple of the kernel's rows.
-const TILES: usize = 24;
+const TILES: usize = 36;
 
 /// `G g Gᵀ` of `[n, cin, 3, 3]`, packed.
 pub(super) fn pack(weight: &[f32], bias: Option<&Tensor>, n: usize, cin: usize) -> Result<Packed> {
@@ -75,7 +75,7 @@ struct Grid {
 impl Winograd<'_> {
     /// The result, `[N, H', W', Cout]`.
     ///
-    /// Working set: per thread `16 · 24 · (Cin + 16)` floats.
+    /// Working set: per thread `16 · 36 · (Cin + 16)` floats.
     pub(super) fn run(&self) -> Result<Tensor> {
         let (n, h, w, c) = self.size;
         let p = self.padding;
