@@ -56,7 +56,10 @@ impl Layers {
             std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_path_buf(), source })?;
         let wrong = |error: toml::de::Error| {
             let line = error.span().map_or(1, |span| line_of(&text, span.start));
-            ConfigError::File { path: path.to_path_buf(), line, problem: error.message().to_owned() }
+            // The parser names types, not the key that has the wrong one: the line shows it.
+            let shown = text.lines().nth(line - 1).unwrap_or_default().trim();
+            let problem = format!("{}, in `{shown}`", error.message().trim_end());
+            ConfigError::File { path: path.to_path_buf(), line, problem }
         };
         toml::from_str::<Raw>(&text).map_err(wrong)?;
         let mut table: Table = toml::from_str(&text).map_err(wrong)?;
