@@ -38,14 +38,14 @@ const ONE: &str = r#"{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}"#
 
 #[test]
 fn an_honest_file_is_read() -> Result<()> {
-    let honest = open(&file(ONE, 24))?.expect("it is honest");
+    let honest = open(file(ONE, 24))?.expect("it is honest");
     let tensor = honest.tensor("a").expect("it has one tensor");
     assert_eq!((tensor.shape, tensor.bytes.len(), tensor.dtype), (&[2usize, 3][..], 24, Dtype::F32));
     assert_eq!(honest.header_bytes().len() + honest.data_bytes().len(), honest.len() as usize);
     let spaced = r#"  {"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}"#;
     refused!(file(spaced, 4), WeightsError::NotSafetensors { .. }, "'{'");
     let metadata = r#"{"__metadata__":{"format":"pt"},"s":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}   "#;
-    assert_eq!(open(&file(metadata, 4))?.expect("honest too").tensors().count(), 1);
+    assert_eq!(open(file(metadata, 4))?.expect("honest too").tensors().count(), 1);
     Ok(())
 }
 

@@ -38,10 +38,10 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// The largest sum of bytes that `work` had allocated at once, beyond what was there before.
-fn peak(work: impl FnOnce() -> Result<()>) -> Result<u64> {
+fn peak<T>(work: impl FnOnce() -> Result<T>) -> Result<u64> {
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
-    work()?;
+    drop(work()?);
     Ok((PEAK.load(Ordering::Relaxed) - before) as u64)
 }
 
@@ -71,7 +71,7 @@ fn measure(folder: &Path, sizes: &[(usize, usize)]) -> Result<()> {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
     let text = ClipTextModel::load(&folder.join("text_encoder"), &mut proceed)?;
     for rows in [2, 8, 20] {
-        let measured = peak(|| Ok(drop(text.forward(&vec![vec![1; 77]; rows], 0, &mut Uninterrupted)?)))?;
+        let measured = peak(|| Ok(text.forward(&vec![vec![1; 77]; rows], 0, &mut Uninterrupted)?))?;
         check(
             &format!("text, {rows} rows"),
             estimate(&report, Task::Encode, 0, 0, 77 * rows as u64)?,
@@ -100,15 +100,14 @@ fn measure(folder: &Path, sizes: &[(usize, usize)]) -> Result<()> {
             let bound = estimate(&report, Task::Denoise, width, height, tokens)?;
             check(&format!("denoise {width}×{height}, {chunks} chunks"), bound, measured, large && width >= 512)?;
         }
-        let measured =
-            peak(|| Ok(drop(vae.decode(&zeros(&[1, report.vae.latent_channels, h, w])?, &mut Uninterrupted)?)))?;
+        let measured = peak(|| Ok(vae.decode(&zeros(&[1, report.vae.latent_channels, h, w])?, &mut Uninterrupted)?))?;
         check(
             &format!("decode {width}×{height}"),
             estimate(&report, Task::Decode, width, height, 0)?,
             measured,
             large,
         )?;
-        let measured = peak(|| Ok(drop(vae.encode(&zeros(&[1, 3, height, width])?, &mut Uninterrupted)?)))?;
+        let measured = peak(|| Ok(vae.encode(&zeros(&[1, 3, height, width])?, &mut Uninterrupted)?))?;
         check(
             &format!("encode {width}×{height}"),
             estimate(&report, Task::VaeEncode, width, height, 0)?,

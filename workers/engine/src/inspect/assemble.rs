@@ -15,11 +15,15 @@ use super::report::{
 use crate::formats::{Precision, WeightSet};
 use crate::models::{AutoencoderKl, AutoencoderKlConfig, ClipTextConfig, ClipTextModel, Unet, UnetConfig, VaeHalf};
 use crate::ops::Activation;
-use crate::residency::{Declarations, Flow};
+use crate::residency::{Declarations, Flow, LayerSpec};
 use crate::sampling::{PredictionType, SamplerKind};
 
-/// Bytes that every task may take whatever its size: buffers of threads, small tensors, the allocator's slack.
+/// Bytes that every task may take whatever its size: small tensors, tables, the allocator's slack.
 const FIXED_BYTES: u64 = 4 << 20;
+/// Bytes that each thread keeps for products of rows.
+const THREAD_BYTES: u64 = 128 << 10;
+/// Most input channels of a convolution that each thread transforms in memory of its own.
+const TRANSFORMED_CHANNELS: usize = 960;
 /// Tokens that [`WorkingSet::fixed_bytes`] covers: a prompt and a negative prompt of four chunks each.
 const FIXED_TOKENS: u64 = 2 * 4 * 77;
 /// Images that one pass of denoising takes: guided and unguided.
@@ -173,7 +177,19 @@ fn component<C>(folder: &Path, stage: Stage, class: &str, part: &Part<C>, tasks:
     }
 }
 
-fn task(task: Task, declarations: &[Declarations], working_set: WorkingSet) -> TaskReport {
+/// Bytes that the threads of this machine keep between the operations of a task; see [`crate::ops::conv2d`].
+fn threads_bytes(declarations: &[Declarations]) -> u64 {
+    let channels = |layer: &LayerSpec| match layer {
+        LayerSpec::Conv { shape, .. } => shape.input.min(TRANSFORMED_CHANNELS),
+        LayerSpec::Linear { .. } | LayerSpec::Upsample { .. } | LayerSpec::Norm { .. } | LayerSpec::Table { .. } => 0,
+    };
+    let widest = declarations.iter().flat_map(|d| d.layers()).map(channels).max().unwrap_or(0);
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
+    threads * (THREAD_BYTES + 16 * 24 * 4 * (widest as u64 + 16))
+}
+
+fn task(task: Task, declarations: &[Declarations], mut working_set: WorkingSet) -> TaskReport {
+    working_set.fixed_bytes += threads_bytes(declarations);
     let bytes = || declarations.iter().map(Declarations::bound_bytes);
     TaskReport {
         task,

@@ -151,7 +151,7 @@ fn tokenizer(problems: &mut Vec<String>, folder: &Path) {
     let has = |name: &str| tokenizer.join(name).is_file();
     if !tokenizer.is_dir() {
         problems.push(format!("tokenizer is missing: there is no folder {}", tokenizer.display()));
-    } else if !has("tokenizer.json") && !(has("vocab.json") && has("merges.txt")) {
+    } else if !(has("tokenizer.json") || has("vocab.json") && has("merges.txt")) {
         let path = tokenizer.display();
         problems.push(format!("{path} has neither tokenizer.json nor vocab.json with merges.txt"));
     }

@@ -70,8 +70,11 @@ pub struct Fixture {
 /// Type, shape, file and offset of a recorded tensor.
 type Place = (String, Vec<usize>, String, usize);
 
-/// A file of tensors: where each key's numbers are, and the numbers of this file, four bytes each.
-fn read_tensors(name: &str) -> Result<(BTreeMap<String, Place>, Vec<[u8; 4]>), FixtureError> {
+/// Where each key's numbers are, and the numbers of one file, four bytes each.
+type Recording = (BTreeMap<String, Place>, Vec<[u8; 4]>);
+
+/// Reads a file of tensors.
+fn read_tensors(name: &str) -> Result<Recording, FixtureError> {
     let invalid = |what: &str| FixtureError::Invalid(format!("{name}: {what}"));
     let bytes = read_gz(name)?;
     let (length, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| invalid("no length"))?;

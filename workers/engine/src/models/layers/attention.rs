@@ -43,8 +43,8 @@ impl SpatialAttention {
         linear_add(&mixed.reshape((n, h, w, c))?, p.linear(self.out), x)
     }
 
-    /// Memory: input, its norm, and queries, keys and values; or these and the result.
+    /// Memory: input, queries, keys and values, the kernel's copies of the latter two, and the result.
     pub(crate) fn flow(&self, flow: &mut Flow) {
-        flow.peak(5 * self.channels);
+        flow.peak(6 * self.channels + self.channels.next_multiple_of(16));
     }
 }

@@ -63,28 +63,39 @@ impl ResnetBlock {
         self.shape.input
     }
 
-    /// `x` `[N, H, W, input]`; `time` `[1 or N, width]`, activated already.
+    /// `x` `[N, H, W, input]`; `time` `[1, width]`, activated already: all images are at one step.
     pub(crate) fn forward(&self, p: &Bindings, x: &Tensor, time: Option<&Tensor>) -> Result<Tensor> {
         let ResnetShape { groups, eps, act, .. } = self.shape;
         let norm = |id, x: &Tensor, act| {
             let (weight, bias) = p.norm(id);
             group_norm(x, groups, weight, bias, eps, act)
         };
-        let mut h = conv2d(&norm(self.norm1, x, act)?, p.conv(self.conv1))?;
-        h = match (self.time, time) {
+        let normed = norm(self.norm1, x, act)?;
+        let conv1 = p.conv(self.conv1);
+        let mut h = match (self.time, time) {
             (Some((id, how)), Some(time)) => {
-                let t = linear(time, p.linear(id), Activation::None)?.unsqueeze(1)?.unsqueeze(1)?;
+                let t = linear(time, p.linear(id), Activation::None)?;
                 match how {
-                    TimeNorm::Added => norm(self.norm2, &h.broadcast_add(&t)?, act)?,
+                    TimeNorm::Added => {
+                        // One row of time for the whole batch is a part of the bias.
+                        let h = conv2d(&normed, &conv1.shifted(&t)?)?;
+                        drop(normed);
+                        norm(self.norm2, &h, act)?
+                    }
                     TimeNorm::ScaleShift => {
+                        let t = t.unsqueeze(1)?.unsqueeze(1)?;
                         let half = t.dim(D::Minus1)? / 2;
                         let (scale, shift) = (t.narrow(D::Minus1, 0, half)?, t.narrow(D::Minus1, half, half)?);
-                        let h = norm(self.norm2, &h, Activation::None)?;
+                        let h = norm(self.norm2, &conv2d(&normed, conv1)?, Activation::None)?;
                         ops::activate(&h.broadcast_mul(&(scale + 1.0)?)?.broadcast_add(&shift)?, act)?
                     }
                 }
             }
-            _ => norm(self.norm2, &h, act)?,
+            _ => {
+                let h = conv2d(&normed, conv1)?;
+                drop(normed);
+                norm(self.norm2, &h, act)?
+            }
         };
         match self.shortcut {
             None => conv2d_add(&h, p.conv(self.conv2), x),
@@ -100,8 +111,11 @@ impl ResnetBlock {
     pub(crate) fn flow(&self, flow: &mut Flow) {
         let ResnetShape { input, output, time, .. } = self.shape;
         flow.peak(2 * input + output);
-        // A scale and shift passes through temporaries of its own.
-        flow.peak(input + if time.is_some_and(|(_, how)| how == TimeNorm::ScaleShift) { 3 } else { 2 } * output);
+        // A scale and shift passes through temporaries of its own, with the first norm alive.
+        match time {
+            Some((_, TimeNorm::ScaleShift)) => flow.peak(2 * input + 3 * output),
+            Some((_, TimeNorm::Added)) | None => flow.peak(input + 2 * output),
+        }
         flow.set_channels(output);
     }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::ops::{Activation, AttentionMask, attention, geglu, group_norm, layer_norm, linear, linear_add};
+use crate::ops::{Activation, AttentionMask, attention, group_norm, layer_norm, linear, linear_add, linear_geglu};
 use crate::residency::{Bindings, Declarations, Flow, LinearId, NormId};
 
 /// `eps` of every layer norm and of the group norm before the blocks; constants in diffusers.
@@ -121,9 +121,7 @@ impl SpatialTransformer {
             };
             t = self.attend(p, block.attn1, &norm(block.norm1, &t)?, &t, context, cache)?;
             t = self.attend(p, block.attn2, &norm(block.norm2, &t)?, &t, context, cache)?;
-            let wide = linear(&norm(block.norm3, &t)?, p.linear(block.up), Activation::None)?;
-            let gated = geglu(&wide)?;
-            drop(wide);
+            let gated = linear_geglu(&norm(block.norm3, &t)?, p.linear(block.up))?;
             t = linear_add(&gated, p.linear(block.down), &t)?;
         }
         linear_add(&t.reshape((n, h, w, c))?, p.linear(self.project_out), x)
@@ -132,10 +130,11 @@ impl SpatialTransformer {
     /// Memory: input and running state, and inside the feed-forward its two widths; keys and values are kept.
     pub(crate) fn flow(&self, flow: &mut Flow) {
         let c = self.shape.channels;
-        // Input, state, norm, queries with keys and values, mixed.
-        flow.peak(7 * c);
-        // Input, state, and eight wide and four gated.
-        flow.peak(14 * c);
+        // Input, state, norm, queries with keys and values, the kernel's copies of these two (padded to whole vectors of
+        // sixteen a head), and what comes out.
+        flow.peak(8 * c + self.shape.heads * (c / self.shape.heads).next_multiple_of(16));
+        // Input, state, norm, four gated; or, where channels are not multiples of the kernels' width, eight before gating.
+        flow.peak(if c.is_multiple_of(4) { 7 } else { 15 } * c);
         let cross = if self.shape.only_cross { 2 } else { 1 };
         flow.keep_context(self.shape.layers * cross * 2 * c);
     }
