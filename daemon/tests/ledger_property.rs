@@ -62,9 +62,9 @@ impl StateMachineTest for LedgerInItsWorld {
     }
 }
 
-// 40 histories of 150 to 350 operations are some 10,000 operations, and more events, since time passes with ticks and pulses.
+// 200 histories of 150 to 350 operations are some 50,000 operations, and more events, since time passes with ticks and pulses.
 prop_state_machine! {
-    #![proptest_config(Config { cases: 40, failure_persistence: None, ..Config::default() })]
+    #![proptest_config(Config { cases: 200, failure_persistence: None, ..Config::default() })]
 
     #[test]
     fn every_history_keeps_the_invariants(sequential 150..350 => LedgerInItsWorld);
@@ -99,11 +99,11 @@ fn hunt<M: Machine>(histories: usize) -> Result<Seen, String> {
 
 #[test]
 fn ten_thousand_events_of_the_real_ledger_break_nothing() {
-    let seen = hunt::<Honest>(60).unwrap_or_else(|broken| panic!("{broken}"));
+    let seen = hunt::<Honest>(300).unwrap_or_else(|broken| panic!("{broken}"));
     assert!(seen.events >= 10_000, "{seen:?}");
     // The histories get somewhere: each kind of thing happens often.
     let often = [seen.grants, seen.waited, seen.refusals, seen.revisions, seen.retirements, seen.kills, seen.proofs];
-    assert!(often.iter().all(|count| *count >= 50), "{seen:?}");
+    assert!(often.iter().all(|count| *count >= 300), "{seen:?}");
 }
 
 #[test]

@@ -323,7 +323,8 @@ fn a_started_process_is_told_its_leases_when_it_can_hear() {
 fn an_unproven_release_degrades_the_device_and_stays_charged() {
     let mut bench = Bench::new(100);
     bench.warm(1, 10, 50, 30);
-    let second = bench.waits(vector(2, 10, 10, 10));
+    let (id, _) = bench.granted(vector(1, 10, 50, 30));
+    bench.step(Event::Release { id, afterwards: Afterwards::ReturnWorkingSet });
     let lease = bench.lease(1, Purpose::WorkingSet).unwrap();
     bench.step(Event::Returned { incarnation: 1, lease, bytes: 0 });
     let mut effects = Vec::new();
@@ -336,12 +337,24 @@ fn an_unproven_release_degrades_the_device_and_stays_charged() {
     assert_eq!((proven(&effects), bench.ledger.charged()), (0, 90));
     let why = bench.view().degraded.expect("the device is degraded");
     assert_eq!(why, "the release of 30 B by stage 1 is not proven");
-    assert!(!bench.view().waiters.is_empty());
     // It comes late, and all is well again.
-    let effects = bench.step(Event::Measured { incarnation: 1, bytes: Some(60) });
-    assert_eq!(granted_ids(&effects), [second]);
-    bench.step(Event::Tick);
-    assert_eq!(bench.view().degraded, None);
+    bench.step(Event::Measured { incarnation: 1, bytes: Some(60) });
+    assert_eq!((bench.ledger.charged(), bench.view().degraded), (60, None));
+}
+
+#[test]
+fn an_idle_process_whose_release_is_not_proven_is_retired_when_somebody_waits() {
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 50, 30);
+    let second = bench.waits(vector(2, 10, 10, 10));
+    let lease = bench.lease(1, Purpose::WorkingSet).unwrap();
+    bench.step(Event::Returned { incarnation: 1, lease, bytes: 0 });
+    bench.step(Event::Measured { incarnation: 1, bytes: Some(90) });
+    let effects = bench.pass(rules().patience - Duration::from_millis(1));
+    assert_eq!((retired(&effects), measures(&effects).is_empty()), (vec![], false));
+    let effects = bench.pass(SECOND);
+    assert_eq!((retired(&effects), bench.ledger.charged()), (vec![1], 90));
+    assert_eq!(granted_ids(&bench.step(Event::Reaped { incarnation: 1 })), [second]);
 }
 
 #[test]

@@ -52,6 +52,9 @@ pub struct Rules {
     pub retire_time: Duration,
     /// A release that is not proven for so long makes the device degraded.
     pub proof_time: Duration,
+    /// A living process whose release is not proven for so long is not waited for: while it is idle and somebody needs the
+    /// bytes, it is retired, for its end is sure to be proven.
+    pub patience: Duration,
     /// How much more than its leases a process may hold, by the device's measure.
     pub tolerance: u64,
     /// Whether a reaped process proves that its bytes are free. True where the kernel frees them (CPU device); false where a
@@ -77,6 +80,7 @@ impl Default for Rules {
             bytes_per_second: 1 << 30,
             retire_time: Duration::from_secs(3),
             proof_time: Duration::from_secs(10),
+            patience: Duration::from_millis(500),
             tolerance: 32 << 20,
             reaping_proves: true,
             overtake_limit: 8,

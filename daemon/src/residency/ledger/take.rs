@@ -19,7 +19,8 @@ impl Ledger {
         let mut candidates = Vec::new();
         for (&incarnation, holder) in &self.holders {
             let settled = self.leases_of(incarnation).all(|lease| lease.state == LeaseState::Granted);
-            if !settled || !matches!(holder.life, Life::Alive { .. }) {
+            let exhausted = self.leases_of(incarnation).any(|lease| self.past_patience(lease, now));
+            if !(settled || exhausted) || !matches!(holder.life, Life::Alive { .. }) {
                 continue;
             }
             let own = wanted_by.filter(|vector| vector.incarnation == incarnation);
@@ -43,7 +44,7 @@ impl Ledger {
                 idle: now.saturating_sub(holder.idle_since),
                 wanted: holder.claim.is_some() || self.waiters.iter().any(|w| w.vector.incarnation == incarnation),
             };
-            if holder.attached() {
+            if holder.attached() && settled {
                 let shrinkable = self.leases_of(incarnation).filter(|lease| lease.purpose != Purpose::Context);
                 let shrinks: Vec<(LeaseId, u64, u64)> = shrinkable
                     .map(|lease| (lease.id, keeps(lease), lease.bytes - keeps(lease)))
@@ -74,9 +75,21 @@ impl Ledger {
     fn expected(&self, now: Moment) -> u64 {
         let counted = self.leases.values().filter(|lease| match lease.state {
             LeaseState::Granted | LeaseState::Revoked { .. } => true,
-            LeaseState::Unproven { since, .. } => now < since + self.rules.proof_time,
+            LeaseState::Unproven { since, .. } => {
+                now < since + self.rules.proof_time && !self.past_patience(lease, now)
+            }
         });
         counted.map(|lease| lease.bytes - lease.remains()).sum::<u64>() + self.ending_overdrafts()
+    }
+
+    /// Whether a living process said so long ago that it gave this lease back that it is no longer believed.
+    fn past_patience(&self, lease: &Lease, now: Moment) -> bool {
+        let alive =
+            self.holders.get(&lease.incarnation).is_some_and(|holder| matches!(holder.life, Life::Alive { .. }));
+        match lease.state {
+            LeaseState::Unproven { since, .. } => alive && now >= since + self.rules.patience,
+            LeaseState::Granted | LeaseState::Revoked { .. } => false,
+        }
     }
 
     /// Has bytes taken back for the request at `at`, which lacks some. False where that cannot help: too much is held by
