@@ -81,9 +81,13 @@ impl fmt::Display for Endpoint {
     }
 }
 
-/// Socket of a daemon that serves the whole system.
+/// Socket of a daemon that serves the whole system: `SDD_SYSTEM_SOCKET` where set (a container that mounts it elsewhere),
+/// else `/run/sdd/sdd.sock`.
 pub fn system_socket() -> PathBuf {
-    PathBuf::from("/run/sdd/sdd.sock")
+    match std::env::var_os("SDD_SYSTEM_SOCKET") {
+        Some(path) if !path.is_empty() => path.into(),
+        _ => PathBuf::from("/run/sdd/sdd.sock"),
+    }
 }
 
 /// Folder of one user's daemon: `$XDG_RUNTIME_DIR/sdd`, else `sdd-UID` in the folder for temporary files.

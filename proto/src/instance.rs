@@ -10,6 +10,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
 
@@ -180,6 +181,16 @@ pub struct DeviceLock {
     lock: Flock<File>,
 }
 
+/// How often a lock whose holder is not a living daemon is tried again, and how long between.
+const MOMENTS: u32 = 50;
+const MOMENT: Duration = Duration::from_millis(2);
+
+/// Whether a process of this id exists.
+fn lives(pid: u32) -> bool {
+    let Ok(pid) = i32::try_from(pid) else { return false };
+    pid > 0 && nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), None) != Err(nix::errno::Errno::ESRCH)
+}
+
 /// Why a device is not ours.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceLockError {
@@ -211,14 +222,23 @@ impl DeviceLock {
     pub fn acquire(lock_dir: &Path, device: &str, holder: &Holder) -> Result<Self, DeviceLockError> {
         let path = lock_dir.join(format!("device-{device}.lock"));
         let io = |source| DeviceLockError::Io { device: device.into(), path: path.clone(), source };
-        match try_lock(&path).map_err(io)? {
-            Ok(mut lock) => {
-                holder.write(&mut lock).map_err(io)?;
-                Ok(Self { lock })
-            }
-            Err(mut file) => {
-                let holder = Holder::read(&mut file).map_err(io)?;
-                Err(DeviceLockError::Held { device: device.into(), holder })
+        let mut looks = 0;
+        loop {
+            match try_lock(&path).map_err(io)? {
+                Ok(mut lock) => {
+                    holder.write(&mut lock).map_err(io)?;
+                    return Ok(Self { lock });
+                }
+                Err(mut file) => {
+                    let held_by = Holder::read(&mut file).map_err(io)?;
+                    // Somebody who only asks who holds it ([`DeviceLock::holder`]) has the lock for a moment: then the
+                    // last daemon's name still stands in the file.
+                    looks += 1;
+                    if looks == MOMENTS || lives(held_by.pid) {
+                        return Err(DeviceLockError::Held { device: device.into(), holder: held_by });
+                    }
+                    std::thread::sleep(MOMENT);
+                }
             }
         }
     }

@@ -87,6 +87,6 @@ pub fn eventually<T>(limit: Duration, mut condition: impl FnMut() -> Option<T>) 
         if Instant::now() >= deadline {
             return None;
         }
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -13,12 +13,17 @@ use sd_tests::sandbox::text;
 use sd_tests::{Daemon, Sandbox};
 
 /// A job that runs long enough to be hit in any stage.
-const JOB: [&str; 6] = ["generate", "a robot", "--steps", "12", "--seed", "5"];
+const JOB: [&str; 6] = ["generate", "a robot", "--seed", "5", "--steps", "12"];
 /// Long enough for any job here on a loaded machine; only a failure takes it.
 const LONG: Duration = Duration::from_secs(120);
 
 fn job(sandbox: &Sandbox, daemon: &Daemon, name: &str) -> std::process::Command {
-    let mut command = sandbox.sdctl(JOB);
+    job_of(sandbox, daemon, name, "12")
+}
+
+fn job_of(sandbox: &Sandbox, daemon: &Daemon, name: &str, steps: &str) -> std::process::Command {
+    let mut command = sandbox.sdctl(&JOB[..5]);
+    command.arg(steps);
     command.args(["--endpoint", &daemon.endpoint, "--force", "-o", name]);
     command
 }
@@ -51,7 +56,7 @@ fn a_worker_killed_at_any_moment_costs_its_job_alone() {
         // A worker that was hit after its task was idle: the job does not notice.
         if !output.status.success() {
             let said = text(&output);
-            assert!(said.contains("worker") && said.contains("kill"), "{stage}: {said}");
+            assert!(said.contains("worker") && said.contains("SIGKILL"), "{stage}: {said}");
             assert!(killed.elapsed() < Duration::from_secs(10), "{stage}: the job failed after {:?}", killed.elapsed());
         }
         let next = job(&sandbox, &daemon, "y.png").output().unwrap();
@@ -66,8 +71,8 @@ fn a_frozen_worker_is_noticed_and_killed() {
     let mut random = Random::from_environment("frozen workers");
     let sandbox = Sandbox::new();
     let daemon = Daemon::start(&sandbox, &Options::default().set("deadlines.pulse=1s"));
-    let mut long = job(&sandbox, &daemon, "x.png");
-    let child = long.args(["--steps", "200"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut long = job_of(&sandbox, &daemon, "x.png", "200");
+    let child = long.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let worker = worker_at_random_moment(&sandbox, "diffusion", &mut random);
     worker.signal(Signal::SIGSTOP);
     let frozen = Instant::now();
@@ -161,8 +166,8 @@ fn ctrl_c_cancels_the_job_and_the_next_call_works() {
     let sandbox = Sandbox::new();
     let daemon = Daemon::start(&sandbox, &Options::default());
     for _ in 0..3 {
-        let mut long = job(&sandbox, &daemon, "x.png");
-        let child = long.args(["--steps", "300"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut long = job_of(&sandbox, &daemon, "x.png", "300");
+        let child = long.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         worker_at_random_moment(&sandbox, "diffusion", &mut random);
         let client = Process { pid: child.id() as i32, arguments: vec!["sdctl".into()] };
         client.signal(Signal::SIGINT);
@@ -183,17 +188,17 @@ fn a_client_that_vanishes_cancels_its_job_unless_it_asked_to_keep_it() {
     let sandbox = Sandbox::new();
     let daemon = Daemon::start(&sandbox, &Options::default());
     let jobs = || text(&sandbox.sdctl_ok(["jobs", "--all", "--endpoint", &daemon.endpoint]));
-    let mut vanish = |more: &[&str]| {
-        let mut long = job(&sandbox, &daemon, "x.png");
+    let mut vanish = |steps: &str, more: &[&str]| {
+        let mut long = job_of(&sandbox, &daemon, "x.png", steps);
         let mut child = long.args(more).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         worker_at_random_moment(&sandbox, "diffusion", &mut random);
         child.kill().unwrap();
         child.wait().unwrap();
     };
-    vanish(&["--steps", "300"]);
+    vanish("300", &[]);
     let cancelled = eventually(Duration::from_secs(10), || jobs().contains("cancelled").then_some(()));
     assert!(cancelled.is_some(), "the job runs on: {}", jobs());
-    vanish(&["--keep"]);
+    vanish("100", &["--keep"]);
     let kept = eventually(LONG, || jobs().contains("succeeded").then_some(()));
     assert!(kept.is_some(), "the kept job did not end: {}", jobs());
 }

@@ -35,7 +35,7 @@ fn check(name: &str, unet_calls: usize) {
     fs::create_dir(&trace).unwrap();
     fixture.write_model(&model).unwrap();
     let options =
-        Options::default().model("tiny", &model).environment("SD_WORKER_TRACE", trace.to_str().unwrap());
+        Options::default().model("tiny", &model).environment("SDD_WORKER_TRACE", trace.to_str().unwrap());
     let daemon = Daemon::start(&sandbox, &options);
     let argument = |key: &str| match &fixture.oracle["args"][key] {
         serde_json::Value::String(text) => text.clone(),

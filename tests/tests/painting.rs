@@ -89,7 +89,7 @@ fn every_case_has_diffusers_latents_after_every_step() {
     let options = Options::default()
         .model("plain", model(sandbox.path(), 4))
         .model("inpaint", model(sandbox.path(), 9))
-        .environment("SD_WORKER_TRACE", trace.to_str().unwrap());
+        .environment("SDD_WORKER_TRACE", trace.to_str().unwrap());
     let daemon = Daemon::start(&sandbox, &options);
     let (picture, mask) = (sandbox.path().join("picture.png"), sandbox.path().join("mask.png"));
     png(&picture, painting.size, |x, y| [(x * 4) as u8, (y * 4) as u8, ((x + y) * 2) as u8]);

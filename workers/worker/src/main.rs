@@ -37,7 +37,7 @@ fn main() -> ExitCode {
             memory::configure_allocator();
             tracing_subscriber::fmt()
                 .with_env_filter(
-                    tracing_subscriber::EnvFilter::try_from_env("SD_WORKER_LOG")
+                    tracing_subscriber::EnvFilter::try_from_env("SDD_WORKER_LOG")
                         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn")),
                 )
                 .with_writer(std::io::stderr)

@@ -1,4 +1,4 @@
-//! What a stage tells while it runs: progress to the daemon, and, where `SD_WORKER_TRACE` names a folder, every intermediate
+//! What a stage tells while it runs: progress to the daemon, and, where `SDD_WORKER_TRACE` names a folder, every intermediate
 //! tensor into files for comparing with other programs.
 
 use std::cell::RefCell;
@@ -14,7 +14,7 @@ use sd_proto::worker::v1::TaskPhase;
 use crate::runner::Control;
 
 /// Names the folder that traced tensors are written to. A trace costs time and disk; it is for finding differences.
-const TRACE_VARIABLE: &str = "SD_WORKER_TRACE";
+const TRACE_VARIABLE: &str = "SDD_WORKER_TRACE";
 
 /// Watches one run of a stage.
 pub(crate) struct Watch<'a> {
