@@ -145,7 +145,7 @@ async fn a_waiting_request_is_granted_in_the_turn_of_the_proof() {
 
     residency.returned(1, lease, 0);
     // It only says so: the device shows 80, and is asked again.
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    tokio::time::sleep(Duration::from_millis(50)).await;
     assert!(!waiting.is_finished());
     assert_eq!(residency.snapshot().await[0].unproven, 40);
     stage.holds(1, 40);

@@ -80,7 +80,7 @@ impl Default for Rules {
             bytes_per_second: 1 << 30,
             retire_time: Duration::from_secs(3),
             proof_time: Duration::from_secs(10),
-            patience: Duration::from_millis(500),
+            patience: Duration::from_millis(100),
             tolerance: 32 << 20,
             reaping_proves: true,
             overtake_limit: 8,
