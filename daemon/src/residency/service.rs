@@ -285,6 +285,8 @@ impl Owner {
             DecisionKind::Degraded { .. } | DecisionKind::Killed(_) | DecisionKind::Overdraft { .. } => {
                 warn!(%device, incarnation, job, "{decision}");
             }
+            // Its asker looks for another process: nothing is refused to a job.
+            DecisionKind::Refused(Refusal::HolderGone { .. }) => debug!(%device, incarnation, job, "{decision}"),
             DecisionKind::Refused(_)
             | DecisionKind::TakesBack { .. }
             | DecisionKind::Capacity { .. }
