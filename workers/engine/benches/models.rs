@@ -1,6 +1,6 @@
 //! Times the default model's networks, and diffusers beside them.
 //!
-//! `cargo bench -p sd-engine --bench models -- [--threads=N] [--rounds=N]`. With `SDD_PEER_PYTHON` set to a Python that has torch,
+//! `cargo bench -p sd-engine --bench models -- [--threads=N] [--rounds=N] [PART]`. With `SDD_PEER_PYTHON` set to a Python that has torch,
 //! diffusers and transformers, `models_peer.py` runs the same in the same run, in turn with ours, in f32 on as many
 //! threads. Figures are the fastest of all rounds, by the clock and by processor time: other processes only ever add to
 //! either, and to the latter little.
@@ -136,7 +136,8 @@ fn main() -> Result<()> {
         Err(_) => None,
     };
     println!("{:8} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8}", "", "ms", "cpu ms", "peer ms", "peer cpu", "ratio", "cpu");
-    for part in PARTS {
+    let chosen = std::env::args().skip(1).find(|a| PARTS.contains(&a.as_str()));
+    for part in PARTS.into_iter().filter(|part| chosen.as_ref().is_none_or(|c| c == part)) {
         let (mut mine, mut theirs) = (Times::LONGEST, Times::LONGEST);
         for _ in 0..rounds {
             mine = mine.fastest(ours.time(part)?);
