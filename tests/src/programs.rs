@@ -19,7 +19,8 @@ pub struct Programs {
 
 /// The programs, built if they are not up to date. Tests of one package do not build the binaries of others, so this asks
 /// cargo, which holds no lock while tests run; up to date it costs a fraction of a second. What it asks for is what
-/// `cargo test --workspace` builds, so that dependencies are built once.
+/// `cargo test --workspace` builds, so that dependencies are built once; in the release profile, for benches, it is what
+/// `cargo build --release` builds.
 pub fn programs() -> &'static Programs {
     static PROGRAMS: OnceLock<Programs> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
@@ -32,7 +33,8 @@ pub fn programs() -> &'static Programs {
             None => "dev",
         };
         let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-            .args(["build", "--quiet", "--workspace", "--bins", "--tests", "--profile", profile])
+            .args(["build", "--quiet", "--profile", profile])
+            .args(if profile == "dev" { &["--workspace", "--bins", "--tests"][..] } else { &[] })
             .current_dir(repository())
             .env("CARGO_TARGET_DIR", folder.parent().expect("the target folder"))
             .status()

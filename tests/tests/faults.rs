@@ -30,7 +30,7 @@ fn job_of(sandbox: &Sandbox, daemon: &Daemon, name: &str, steps: &str) -> std::p
 
 /// Waits until the worker of a stage has started, then for a random moment of its life.
 fn worker_at_random_moment(sandbox: &Sandbox, stage: &str, random: &mut Random) -> Process {
-    let found = eventually(LONG, || {
+    let found = eventually(Duration::from_secs(30), || {
         sandbox.processes_of("sd-worker").into_iter().find(|worker| worker.argument("--stage") == Some(stage))
     });
     let worker = found.unwrap_or_else(|| panic!("no {stage} worker started"));

@@ -40,13 +40,14 @@ fn parse(status: &str) -> io::Result<Resident> {
 /// Sets the allocator up for tensors: activations of one step are allocated again and again at the same sizes, so
 /// the heap keeps them (a fresh mapping costs about 0.25 ms a MiB of page faults) until [`trim`] gives all back.
 pub(crate) fn configure_allocator() {
-    const KEEP: libc::c_int = 1 << 30;
     // SAFETY: mallopt only sets parameters of the allocator and is called before other threads exist.
     unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, KEEP);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, KEEP);
-        libc::mallopt(libc::M_TOP_PAD, 1 << 20);
-        libc::mallopt(libc::M_ARENA_MAX, 2);
+        // Never a mapping of its own for a large tensor, which would be unmapped when it is freed. A second arena
+        // could not hold one: its heaps are limited to 64 MiB.
+        libc::mallopt(libc::M_MMAP_MAX, 0);
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
+        libc::mallopt(libc::M_TOP_PAD, 64 << 20);
     }
 }
 
