@@ -113,23 +113,33 @@ fn main() {
         least(warm.iter().flat_map(|call| call.timings.stages.iter().filter(|s| s.stage == name).map(part)))
     };
     let computed = |call: &Call| call.timings.stages.iter().map(|stage| stage.computed).sum::<f64>();
-    println!("\n| default model, 256², {STEPS} steps, guidance, f32 | sdd ms | diffusers ms | ratio |\n|---|---|---|---|");
+    println!(
+        "\n| default model, 256², {STEPS} steps, guidance, f32 | sdd ms | diffusers ms | ratio |\n|---|---|---|---|"
+    );
     row("encode, prompt and negative", stage("encode", |s| s.computed), peer.as_ref().map(|p| p.encode));
     row("one denoising step", stage("denoise", |s| s.computed) / STEPS as f64, peer.as_ref().map(|p| p.step));
     row("decode", stage("decode", |s| s.computed), peer.as_ref().map(|p| p.decode));
     row("whole call, warm", least(warm.iter().map(|call| call.wall)), peer.as_ref().map(|p| p.warm));
     row("whole call, cold", least(cold.iter().map(|call| call.wall)), peer.as_ref().map(|p| p.cold));
     println!("\n| overhead of a warm call | ms |\n|---|---|");
-    row_of("job beyond the sum of its stages' computing, median", median(warm.iter().map(|c| c.timings.total - computed(c))));
+    row_of(
+        "job beyond the sum of its stages' computing, median",
+        median(warm.iter().map(|c| c.timings.total - computed(c))),
+    );
     row_of("sdctl beyond that sum, median", median(warm.iter().map(|call| call.wall - computed(call))));
-    let hand_off = |call: &Call| {
-        call.timings.stages.iter().map(|s| s.total - s.computed - s.loaded - s.waited).sum::<f64>()
-    };
+    let hand_off =
+        |call: &Call| call.timings.stages.iter().map(|s| s.total - s.computed - s.loaded - s.waited).sum::<f64>();
     row_of("hand-off: stages' totals beyond waiting, loading and computing, median", median(warm.iter().map(hand_off)));
     let share = median(warm.iter().map(|call| hand_off(call) / call.wall));
     println!("| hand-off as a share of the call | {:.2} % |", share * 100.0);
-    let mib = |bytes: Option<u64>| bytes.map_or("?".into(), |bytes| format!("{:.1} MiB", bytes as f64 / (1 << 20) as f64));
-    println!("| sdd's own memory (RssAnon), idle | {} |\n| after {} calls | {} |", mib(settled), ROUNDS + 1, mib(after));
+    let mib =
+        |bytes: Option<u64>| bytes.map_or("?".into(), |bytes| format!("{:.1} MiB", bytes as f64 / (1 << 20) as f64));
+    println!(
+        "| sdd's own memory (RssAnon), idle | {} |\n| after {} calls | {} |",
+        mib(settled),
+        ROUNDS + 1,
+        mib(after)
+    );
 }
 
 fn row_of(what: &str, seconds: f64) {

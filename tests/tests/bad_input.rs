@@ -37,7 +37,17 @@ impl Bench {
     }
 
     fn works(&self) {
-        self.sandbox.sdctl_ok(["generate", "pizza", "--steps", "2", "--force", "-o", "ok.png", "--endpoint", &self.daemon.endpoint]);
+        self.sandbox.sdctl_ok([
+            "generate",
+            "pizza",
+            "--steps",
+            "2",
+            "--force",
+            "-o",
+            "ok.png",
+            "--endpoint",
+            &self.daemon.endpoint,
+        ]);
     }
 }
 
@@ -79,7 +89,8 @@ fn an_empty_prompt_and_a_long_one_are_fine() {
     let bench = Bench::new();
     let long = "a red heart, ".repeat(60);
     for prompt in ["", &long] {
-        let mut command = bench.sandbox.sdctl(["generate", "--endpoint", &bench.daemon.endpoint, "--force", "-o", "x.png"]);
+        let mut command =
+            bench.sandbox.sdctl(["generate", "--endpoint", &bench.daemon.endpoint, "--force", "-o", "x.png"]);
         let output = command.args(["--steps", "2", "--", prompt]).output().unwrap();
         // An empty prompt on the command line is more often a mistake than a wish: it may be refused, by name.
         let refused = output.status.code() == Some(ProgramExit::Usage.code()) && text(&output).contains("prompt");

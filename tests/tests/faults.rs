@@ -99,8 +99,7 @@ fn a_worker_that_lies_or_ends_costs_itself_and_one_job() {
         "diffusion:silent",
     ] {
         let sandbox = Sandbox::new();
-        let options =
-            Options::default().fault(fault).set("deadlines.pulse=1s").set("deadlines.handshake=2s");
+        let options = Options::default().fault(fault).set("deadlines.pulse=1s").set("deadlines.handshake=2s");
         let daemon = Daemon::start(&sandbox, &options);
         let started = Instant::now();
         let output = job(&sandbox, &daemon, "x.png").output().unwrap();

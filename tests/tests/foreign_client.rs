@@ -20,7 +20,8 @@ fn python() -> PathBuf {
     };
     if !has(&python) {
         let run = |command: &mut Command| {
-            let output = command.output().expect("python3 is needed for the foreign client: install python3 and python3-venv");
+            let output =
+                command.output().expect("python3 is needed for the foreign client: install python3 and python3-venv");
             assert!(output.status.success(), "{command:?}: {}", sd_tests::sandbox::text(&output));
         };
         run(Command::new("python3").args(["-m", "venv"]).arg(&environment));

@@ -63,10 +63,15 @@ fn the_same_seed_gives_the_same_bytes_whatever_the_count_the_threads_and_the_dae
     sandbox.sdctl_ok(run("warm.png", &[&["--seed", "7"], &endpoint[..]].concat()));
     let pixels = |name: &str| read(&sandbox.out().join(name)).pixels;
     let bytes = |name: &str| fs::read(sandbox.out().join(name)).unwrap();
-    let first = pictures(&sandbox.out()).into_iter().filter(|path| path.to_string_lossy().contains("two-")).collect::<Vec<_>>();
+    let first =
+        pictures(&sandbox.out()).into_iter().filter(|path| path.to_string_lossy().contains("two-")).collect::<Vec<_>>();
     assert_eq!(first.len(), 2, "{first:?}");
     assert_eq!(read(&first[0]).pixels, pixels("alone.png"), "count 2, first image, against a call alone");
-    assert_eq!(read(&first[1]).pixels, pixels("thread.png"), "count 2, second image on all threads, against a call on one");
+    assert_eq!(
+        read(&first[1]).pixels,
+        pixels("thread.png"),
+        "count 2, second image on all threads, against a call on one"
+    );
     assert_eq!(bytes("warm.png"), bytes("alone.png"), "warm daemon against a private one, file for file");
     assert_ne!(pixels("alone.png"), pixels("thread.png"), "another seed is another picture");
     assert!(daemon.stop().success());

@@ -34,8 +34,7 @@ fn check(name: &str, unet_calls: usize) {
     let (model, trace) = (sandbox.path().join("model"), sandbox.path().join("trace"));
     fs::create_dir(&trace).unwrap();
     fixture.write_model(&model).unwrap();
-    let options =
-        Options::default().model("tiny", &model).environment("SDD_WORKER_TRACE", trace.to_str().unwrap());
+    let options = Options::default().model("tiny", &model).environment("SDD_WORKER_TRACE", trace.to_str().unwrap());
     let daemon = Daemon::start(&sandbox, &options);
     let argument = |key: &str| match &fixture.oracle["args"][key] {
         serde_json::Value::String(text) => text.clone(),

@@ -41,7 +41,8 @@ fn painting() -> Painting {
 fn png(path: &Path, size: u32, pixel: impl Fn(u32, u32) -> [u8; 3]) {
     let mut encoder = png::Encoder::new(fs::File::create(path).unwrap(), size, size);
     encoder.set_color(png::ColorType::Rgb);
-    let pixels: Vec<u8> = (0..size).flat_map(|y| (0..size).map(move |x| (x, y))).flat_map(|(x, y)| pixel(x, y)).collect();
+    let pixels: Vec<u8> =
+        (0..size).flat_map(|y| (0..size).map(move |x| (x, y))).flat_map(|(x, y)| pixel(x, y)).collect();
     encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
 }
 

@@ -8,7 +8,9 @@ use sd_tests::programs::repository;
 fn metadata() -> Metadata {
     MetadataCommand::new()
         .manifest_path(repository().join("Cargo.toml"))
-        .other_options(["--offline", "--locked", "--filter-platform", "x86_64-unknown-linux-gnu"].map(String::from).to_vec())
+        .other_options(
+            ["--offline", "--locked", "--filter-platform", "x86_64-unknown-linux-gnu"].map(String::from).to_vec(),
+        )
         .exec()
         .expect("cargo metadata")
 }

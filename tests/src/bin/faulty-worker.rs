@@ -115,7 +115,8 @@ async fn misbehave(arguments: &Arguments, fault: Fault) -> anyhow::Result<()> {
         let socket = socket.clone();
         async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
     });
-    let channel = tonic::transport::Endpoint::from_static("http://sdd.invalid").connect_with_connector(connector).await?;
+    let channel =
+        tonic::transport::Endpoint::from_static("http://sdd.invalid").connect_with_connector(connector).await?;
     let mut orders =
         LinkClient::new(channel).attach(tokio_stream::wrappers::ReceiverStream::new(queue)).await?.into_inner();
     let mut pulse = tokio::time::interval(Duration::from_millis(200));
