@@ -190,6 +190,11 @@ impl Session {
     }
 
     async fn try_candidates(places: &Places, notify: &mut dyn FnMut(Notice)) -> Result<Option<Self>, OpenError> {
+        // What a killed daemon left is gone by the next start of any program, this one included. Not being able to look
+        // there is no reason not to find a living daemon.
+        if let Ok(lock_dir) = places.lock_dir() {
+            let _ = sd_proto::instance::sweep(&lock_dir);
+        }
         for Candidate { source, endpoint, trust } in places.candidates() {
             let source = *source;
             let by_hand = matches!(source, Source::Named | Source::Environment);
