@@ -86,7 +86,7 @@ const GENERATE: &str = "\
 Examples:
   sdctl generate \"a red heart\"
   sdctl generate \"a red heart\" --seed 7 --steps 20 --cfg 5 --sampler \"DPM++ 2M Karras\"
-  sdctl generate \"a cat\" -n 4 -o 'cats/{prompt}-{n}-{seed}.png'
+  sdctl generate \"a cat\" -n 4 -o 'cats/{prompt}-{n:02}-{seed}.png'
   sdctl generate \"a dog\" --init-img cat.png --strength 0.6
   sdctl generate \"a hat\" --init-img cat.png --mask where.png
   sdctl generate \"a pizza\" -o - | display
@@ -96,7 +96,8 @@ The path of every picture is printed on stdout, one a line; progress and the sum
 event of the job is one line on stdout instead: {\"event\": \"queued\" | \"stage_started\" | \"progress\" | \"stage_finished\" | \
 \"image\" | \"note\" | \"succeeded\" | \"failed\" | \"cancelled\" | \"error\", ...}; \"image\" carries the path, not the bytes.
 
-Names for -o: {prompt} {seed} {model} {date} {time} {index} (from 0) {n} (from 1); {n:03} fills with zeros; {{ is a brace. \
+Names for -o: {prompt} {seed} {model} {date} {time}, {index:03} from 0, {n:03} from 1, with zeros to three digits or, without \
+:03, as they are; {{ is a brace. \
 An existing file is never overwritten: the default name takes the next free -2, -3, ...; a name given with -o is an \
 error before anything is computed, unless --force is given. The seed is drawn here where it is not given, and is part of the \
 default name.";
@@ -360,6 +361,7 @@ mod tests {
             "dpmpp_2m_sde",
             "sgm_uniform",
             "{seed}",
+            "{n:03}",
         ] {
             assert!(help.contains(part), "generate --help lacks {part}");
         }
