@@ -21,7 +21,7 @@ Configuration, later ones over earlier ones:
   3. the command line: the options above, and --set KEY=VALUE for every other key
 
 Signals: SIGTERM and SIGINT let accepted jobs end (deadlines.drain), a second one cancels them.
-Exit codes: 0 done, 64 bad configuration, 75 another daemon holds the device or the socket, 70 a bug.";
+Exit codes: 0 done, 1 the system refuses something, 64 bad configuration, 75 another daemon holds the device or the socket, 70 a bug.";
 
 /// Serves image generation to local clients: queues jobs, runs their stages in worker processes, and decides how much
 /// memory each of them may use.

@@ -47,15 +47,29 @@ fn system(action: &'static str, what: impl std::fmt::Display) -> impl FnOnce(io:
     move |source| SocketError::System { action, what, source }
 }
 
+/// Makes the folders above a path that do not exist, with mode 0755 whatever the process's umask is: other users reach the
+/// system's socket through them, and the socket's own mode says who may use it. Existing folders stay as they are.
+fn create_parents(path: &Path) -> Result<(), SocketError> {
+    let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty() && !parent.exists()) else {
+        return Ok(());
+    };
+    create_parents(parent)?;
+    match DirBuilder::new().mode(0o755).create(parent) {
+        Ok(()) => {
+            fs::set_permissions(parent, fs::Permissions::from_mode(0o755)).map_err(system("chmod", parent.display()))
+        }
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        Err(error) => Err(system("create", parent.display())(error)),
+    }
+}
+
 /// Makes the runtime folder with mode 0700, or checks that an existing one is ours alone. An existing folder's mode is
 /// never changed: it may be `/run`.
 ///
 /// # Errors
 /// [`SocketError::Open`], [`SocketError::System`].
 pub fn prepare_runtime_dir(path: &Path) -> Result<(), SocketError> {
-    if let Some(parent) = path.parent() {
-        DirBuilder::new().recursive(true).mode(0o755).create(parent).map_err(system("create", parent.display()))?;
-    }
+    create_parents(path)?;
     match DirBuilder::new().mode(0o700).create(path) {
         // The umask can only have taken bits away.
         Ok(()) => {
@@ -78,10 +92,7 @@ pub fn prepare_runtime_dir(path: &Path) -> Result<(), SocketError> {
 /// # Errors
 /// [`SocketError::Held`], [`SocketError::NotASocket`], [`SocketError::System`].
 pub fn bind_unix(path: &Path, mode: u32) -> Result<UnixListener, SocketError> {
-    if let Some(parent) = path.parent() {
-        // An existing folder stays as it is.
-        DirBuilder::new().recursive(true).mode(0o755).create(parent).map_err(system("create", parent.display()))?;
-    }
+    create_parents(path)?;
     remove_stale(path)?;
     let listener = std::os::unix::net::UnixListener::bind(path).map_err(|error| match error.kind() {
         // Somebody was faster.
@@ -197,6 +208,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let fresh = dir.path().join("a/b");
         prepare_runtime_dir(&fresh).unwrap();
+        assert_eq!(fs::metadata(dir.path().join("a")).unwrap().mode() & 0o777, 0o755, "others pass the folder above");
         assert_eq!(fs::metadata(&fresh).unwrap().mode() & 0o777, 0o700);
         prepare_runtime_dir(&fresh).unwrap();
         fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755)).unwrap();

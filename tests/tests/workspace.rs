@@ -87,3 +87,23 @@ fn versions_are_written_once_in_the_workspace() {
         }
     }
 }
+
+/// SPECIFICATION.md names a test for every promise; a test that is renamed or removed must not leave its promise behind.
+#[test]
+fn every_test_that_the_specification_names_exists() {
+    let page = std::fs::read_to_string(repository().join("SPECIFICATION.md")).expect("the specification");
+    let mut path = String::new();
+    let mut named = 0;
+    for reference in page.split('`').skip(1).step_by(2).filter(|text| text.contains("::")) {
+        let (file, test) = reference.rsplit_once("::").expect("a test's name");
+        if file.ends_with(".rs") {
+            path = file.to_owned();
+        } else if file != "…" {
+            continue;
+        }
+        let source = std::fs::read_to_string(repository().join(&path)).unwrap_or_else(|e| panic!("{path}: {e}"));
+        assert!(source.contains(&format!("fn {test}(")), "{path} has no test {test}");
+        named += 1;
+    }
+    assert!(named > 150, "only {named} tests are named");
+}

@@ -15,6 +15,8 @@ pub struct ModelReport {
     pub fingerprint: String,
     /// Version of the engine's numerics.
     pub numerics_version: u32,
+    /// The kernels that the workers run on this machine.
+    pub backend: String,
     /// The parts that stages run.
     pub components: Vec<ComponentReport>,
     /// The text encoder.

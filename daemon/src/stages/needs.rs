@@ -136,7 +136,7 @@ impl Fits for DeviceNeeds {
             version: model.report.numerics_version,
             device: self.device.to_string(),
             dtype: "f32".into(),
-            backend: "cpu".into(),
+            backend: model.report.backend.clone(),
             batch: 1,
             vae_tile: 0,
         }

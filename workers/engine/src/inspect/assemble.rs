@@ -95,6 +95,7 @@ pub(super) fn assemble(folder: &Path, pipeline: &Pipeline, collected: Collected)
         pipeline: pipeline.class.clone(),
         fingerprint: fingerprint.hex(),
         numerics_version: NUMERICS_VERSION,
+        backend: crate::ops::backend().into(),
         components,
         text: TextReport {
             hidden_size: text.config.hidden_size,

@@ -185,6 +185,8 @@ pub struct ModelReport {
     pub fingerprint: String,
     /// See [`NUMERICS_VERSION`].
     pub numerics_version: u32,
+    /// The kernels that this machine runs; see [`crate::ops::backend`].
+    pub backend: String,
     /// The components that stages run.
     pub components: Vec<ComponentReport>,
     /// The text encoder's numbers.

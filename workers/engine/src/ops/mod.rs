@@ -33,6 +33,7 @@ pub use layout::{concat_channels, nchw_to_nhwc, nhwc_to_nchw, upsample_nearest2x
 pub use linear::{Linear, linear, linear_add, linear_geglu};
 pub use norm::{group_norm, layer_norm, rms_norm};
 pub use pointwise::{Activation, activate, add, geglu, silu};
+pub use simd::backend;
 pub use threads::{install, set_threads, threads};
 
 #[cfg(test)]

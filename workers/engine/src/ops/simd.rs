@@ -19,6 +19,15 @@ pub(super) fn has_avx2_fma() -> bool {
     }
 }
 
+/// Which kernels this machine runs: results of one differ from another's in the last bits, so it belongs to the numeric plan.
+pub fn backend() -> &'static str {
+    match (has_avx2_fma(), BASE_FMA) {
+        (true, _) => "avx2-fma",
+        (false, true) => "portable-fma",
+        (false, false) => "portable",
+    }
+}
+
 /// Whether the build's baseline multiplies and adds in one instruction.
 pub(super) const BASE_FMA: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
 
