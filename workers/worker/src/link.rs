@@ -47,10 +47,16 @@ pub(crate) fn serve(arguments: Serve) -> WorkerExit {
     runtime.block_on(run(arguments, token))
 }
 
-/// Reads the token from the inherited descriptor and closes it.
+/// Reads the token from the inherited pipe and closes it.
 fn take_token() -> anyhow::Result<Vec<u8>> {
-    // SAFETY: the descriptor is this process's by contract with the daemon, nothing else uses it, and a descriptor that is not
-    // open makes the read fail.
+    // Whoever starts this by hand has nothing there, or something of his own that must be left alone.
+    let mut status = std::mem::MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: fstat fills the structure or fails, whatever the descriptor is.
+    let is_open = unsafe { libc::fstat(TOKEN_FD, status.as_mut_ptr()) } == 0;
+    // SAFETY: read only where fstat has filled it.
+    let is_pipe = is_open && unsafe { status.assume_init() }.st_mode & libc::S_IFMT == libc::S_IFIFO;
+    anyhow::ensure!(is_pipe, "no pipe with a token on descriptor {TOKEN_FD}");
+    // SAFETY: the descriptor is open, this process's by contract with the daemon, and nothing else uses it.
     let mut file = unsafe { File::from_raw_fd(TOKEN_FD) };
     let mut token = vec![0u8; TOKEN_BYTES];
     file.read_exact(&mut token).with_context(|| format!("no token on descriptor {TOKEN_FD}"))?;
