@@ -250,6 +250,40 @@ async fn deaths_in_a_task_are_told_apart_and_the_next_worker_works() {
     run(&worker, 9, "good").await.unwrap();
 }
 
+/// Whether every thread of a process is stopped: the signal takes a moment to arrive at each.
+fn is_stopped(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    threads.map(|thread| std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default()).all(|stat| {
+        // PID (NAME) STATE …; a thread that has just ended has none.
+        stat.rsplit_once(") ").is_none_or(|(_, state)| state.starts_with('T'))
+    })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_task_that_crosses_with_the_death_of_an_idle_worker_can_be_run_by_another() {
+    let house = house("good");
+    for murdered in [true, false] {
+        let worker = house.start().await;
+        run(&worker, 1, "good").await.unwrap();
+        let pid = Pid::from_raw(worker.pid() as i32);
+        // Stopped, it is as silent as one that was killed a moment ago, for as long as it takes to send it a task.
+        kill(pid, Signal::SIGSTOP).unwrap();
+        while !is_stopped(worker.pid()) {
+            tokio::task::yield_now().await;
+        }
+        let runner = worker.clone();
+        let lost = tokio::spawn(async move { run(&runner, 2, "good").await });
+        while !matches!(worker.view().phase, WorkerPhase::Busy { task: 2, .. }) && !lost.is_finished() {
+            tokio::task::yield_now().await;
+        }
+        if murdered {
+            let _ = kill(pid, Signal::SIGKILL);
+        }
+        let result = lost.await.unwrap();
+        assert!(matches!(result, Err(RunError::Gone)), "{result:?}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_death_is_noticed_at_once() {
     let house = house("good");

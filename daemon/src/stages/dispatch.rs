@@ -66,6 +66,23 @@ struct Key {
     fingerprint: String,
 }
 
+/// The process of one kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Chosen {
+    /// To be started by the first run that is granted what it needs.
+    New(u64),
+    /// Started once. An incarnation is never started again: when its process is gone, another one is chosen.
+    Started(u64),
+}
+
+impl Chosen {
+    fn incarnation(self) -> u64 {
+        match self {
+            Self::New(incarnation) | Self::Started(incarnation) => incarnation,
+        }
+    }
+}
+
 /// Runs stages in worker processes on one device.
 pub struct Dispatcher {
     residency: Residency,
@@ -76,7 +93,7 @@ pub struct Dispatcher {
     threads: usize,
     tasks: AtomicU64,
     /// The process of each kind, running or about to be started.
-    chosen: Mutex<HashMap<Key, u64>>,
+    chosen: Mutex<HashMap<Key, Chosen>>,
 }
 
 impl std::fmt::Debug for Dispatcher {
@@ -104,19 +121,30 @@ impl Dispatcher {
         Self { residency, workers, arena, needs, device, threads, tasks, chosen }
     }
 
-    fn chosen(&self) -> MutexGuard<'_, HashMap<Key, u64>> {
+    fn chosen(&self) -> MutexGuard<'_, HashMap<Key, Chosen>> {
         self.chosen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The process that is to run a stage: the one that was chosen before, while it may still serve, else a new one.
     fn choose(&self, key: &Key) -> u64 {
-        *self.chosen().entry(key.clone()).or_insert_with(|| self.workers.next_incarnation())
+        let new = || Chosen::New(self.workers.next_incarnation());
+        self.chosen().entry(key.clone()).or_insert_with(new).incarnation()
+    }
+
+    /// Whether this run is the one that starts the process: nobody has started it, and it is still the chosen one.
+    fn is_to_start(&self, key: &Key, incarnation: u64) -> bool {
+        let mut chosen = self.chosen();
+        let new = chosen.get(key) == Some(&Chosen::New(incarnation));
+        if new {
+            chosen.insert(key.clone(), Chosen::Started(incarnation));
+        }
+        new
     }
 
     /// This process does not serve any more.
     fn forget(&self, key: &Key, incarnation: u64) {
         let mut chosen = self.chosen();
-        if chosen.get(key) == Some(&incarnation) {
+        if chosen.get(key).is_some_and(|chosen| chosen.incarnation() == incarnation) {
             chosen.remove(key);
         }
     }
@@ -130,8 +158,8 @@ impl Dispatcher {
             .cloned()
             .collect();
         for key in outdated {
-            if let Some(incarnation) = chosen.remove(&key) {
-                self.residency.retire(incarnation);
+            if let Some(outdated) = chosen.remove(&key) {
+                self.residency.retire(outdated.incarnation());
             }
         }
     }
@@ -168,10 +196,13 @@ impl Dispatcher {
         )))
     }
 
-    /// The granted process, started if it is not running.
-    async fn worker(&self, order: &StageOrder<Tensor>, key: &Key, incarnation: u64) -> Result<Worker, Stopped> {
+    /// The granted process, started if it never was; `None` where it went away between the grant and now.
+    async fn worker(&self, order: &StageOrder<Tensor>, key: &Key, incarnation: u64) -> Result<Option<Worker>, Stopped> {
         if let Some(worker) = self.workers.get(incarnation).filter(Worker::is_usable) {
-            return Ok(worker);
+            return Ok(Some(worker));
+        }
+        if !self.is_to_start(key, incarnation) {
+            return Ok(None);
         }
         let _ = order.news.try_send(StageNews::Progress { phase: ProgressPhase::Starting, done: 0, total: 1 });
         let spec = WorkerSpec {
@@ -189,7 +220,7 @@ impl Dispatcher {
             started = self.workers.start(spec) => started,
         };
         match started {
-            Ok(worker) => Ok(worker),
+            Ok(worker) => Ok(Some(worker)),
             Err(error) => Err(failed(of_start(order.run.stage, &error))),
         }
     }
@@ -328,7 +359,11 @@ impl StageRunner for Dispatcher {
             let incarnation = granted.incarnation;
             let _ = order.news.send(StageNews::Worker { incarnation }).await;
             let worker = match self.worker(&order, &key, incarnation).await {
-                Ok(worker) => worker,
+                Ok(Some(worker)) => worker,
+                Ok(None) => {
+                    self.forget(&key, incarnation);
+                    continue;
+                }
                 Err(stopped) => {
                     self.forget(&key, incarnation);
                     return Err(stopped);

@@ -34,7 +34,7 @@ pub enum RunError {
     /// The worker was killed because it broke the protocol while the task ran.
     #[error("{0}")]
     Protocol(Arc<ExitReport>),
-    /// The worker was retired or died before the task reached it: another worker can run it.
+    /// The worker was retired or died before the task reached it, as far as anybody can tell: another worker can run it.
     #[error("the worker went away before the task began")]
     Gone,
 }

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use tonic::Status;
 
 use super::clocks::{Clocks, Verdict};
-use super::exit::{ExitReport, ExitStatus, KillCause, RawStatus};
+use super::exit::{Clock, ExitReport, ExitStatus, KillCause, RawStatus};
 use super::handle::{Command, RunError, WorkerPhase, WorkerView};
 use super::link::{AttachRequest, Expected, Refused, RouteGuard, check};
 use super::process::{Process, oom_kills};
@@ -60,6 +60,9 @@ struct Running {
     progress: mpsc::Sender<TaskProgress>,
     reply: Reply,
     cancelled: bool,
+    /// The worker has run tasks before, and has not said a word about this one: if it turns out to be dead, it may have
+    /// been dead before the task was sent.
+    unheard: bool,
 }
 
 enum LinkState {
@@ -93,6 +96,8 @@ struct Turn {
     stop: Option<Stop>,
     retiring: bool,
     killed: bool,
+    /// It has ended a task.
+    served: bool,
     oom_baseline: u64,
     observer: Arc<dyn Observer>,
     view: watch::Sender<WorkerView>,
@@ -117,6 +122,7 @@ impl Supervisor {
             stop: None,
             retiring: false,
             killed: false,
+            served: false,
             oom_baseline: oom_kills(),
             observer: self.observer,
             view,
@@ -140,8 +146,9 @@ impl Supervisor {
         let raw = process.reap();
         drop(route);
         let report = turn.finish(raw, oom, pid, started, stderr).await;
-        let _ = exit.send(Some(Arc::clone(&report)));
+        // Told first: whoever hears of the end and gives its claim back must not have it granted to the next one.
         turn.observer.reaped(report.incarnation);
+        let _ = exit.send(Some(Arc::clone(&report)));
         if report.status.is_failure() {
             tracing::warn!(incarnation = report.incarnation, "{report}");
         } else {
@@ -312,7 +319,8 @@ impl Turn {
                 self.observer.lease_returned(incarnation, returned.lease_id, returned.bytes);
             }
             Some(from_worker::Message::Progress(progress)) => {
-                let Some(running) = self.running.as_ref().filter(|r| r.id == progress.task_id) else { return };
+                let Some(running) = self.running.as_mut().filter(|r| r.id == progress.task_id) else { return };
+                running.unheard = false;
                 clocks.progress(&progress, now);
                 let _ = running.progress.try_send(progress);
             }
@@ -335,6 +343,7 @@ impl Turn {
     fn end_task(&mut self, id: u64, result: Result<TaskDone, RunError>, process: &Process) {
         match self.running.take_if(|running| running.id == id) {
             Some(running) => {
+                self.served = true;
                 if let LinkState::Attached { clocks, .. } = &mut self.link {
                     clocks.task_ended();
                 }
@@ -365,7 +374,8 @@ impl Turn {
         self.oom_baseline = oom_kills();
         let job = JobId::from(next.task.job_id.as_str());
         let id = next.task.task_id;
-        self.running = Some(Running { id, progress: next.progress, reply: next.reply, cancelled: false });
+        let (progress, reply, unheard) = (next.progress, next.reply, self.served);
+        self.running = Some(Running { id, progress, reply, cancelled: false, unheard });
         if let LinkState::Attached { clocks, .. } = &mut self.link {
             clocks.task_started(Instant::now());
         }
@@ -500,6 +510,13 @@ impl Turn {
         if let Some(running) = self.running.take() {
             let report = Arc::clone(report);
             let error = match &report.status {
+                // It was killed or froze while it was idle, and its death and the task crossed: such a death costs the job that
+                // the worker works for, and it worked for none.
+                ExitStatus::Signal(libc::SIGKILL) | ExitStatus::Killed(KillCause::Hung { clock: Clock::Pulse, .. })
+                    if running.unheard =>
+                {
+                    RunError::Gone
+                }
                 ExitStatus::Killed(KillCause::Hung { .. } | KillCause::Lease(LeaseKill::TermExpired(_))) => {
                     RunError::Hung(report)
                 }
