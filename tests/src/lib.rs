@@ -5,6 +5,7 @@
 //! [`Sandbox`] has its own lock folder, so its daemons know nothing of each other or of a daemon of the host.
 
 pub mod daemon;
+pub mod faults;
 pub mod png_text;
 pub mod process;
 pub mod programs;

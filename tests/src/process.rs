@@ -51,6 +51,11 @@ impl Process {
     }
 }
 
+/// Descriptors that a process has open; `None` once it is gone.
+pub fn descriptors(pid: i32) -> Option<usize> {
+    Some(fs::read_dir(format!("/proc/{pid}/fd")).ok()?.count())
+}
+
 /// All processes whose environment has `NAME=VALUE`; zombies have none and do not count as living.
 pub fn with_environment(name: &str, value: &Path) -> Vec<Process> {
     let wanted = format!("{name}={}", value.display()).into_bytes();

@@ -17,16 +17,33 @@ pub struct Programs {
     pub faulty_worker: PathBuf,
 }
 
+impl Programs {
+    /// Those of one folder.
+    fn of(folder: &Path) -> Self {
+        Self {
+            sdd: folder.join("sdd"),
+            sd_worker: folder.join("sd-worker"),
+            sdctl: folder.join("sdctl"),
+            faulty_worker: folder.join("faulty-worker"),
+        }
+    }
+}
+
 /// The programs, built if they are not up to date. Tests of one package do not build the binaries of others, so this asks
 /// cargo, which holds no lock while tests run; up to date it costs a fraction of a second. What it asks for is what
 /// `cargo test --workspace` builds, so that dependencies are built once; in the release profile, for benches, it is what
-/// `cargo build --release` builds.
+/// `cargo build --release` builds. `SD_TEST_PROGRAMS` names a folder whose programs are taken as they are: for long runs
+/// beside which somebody goes on building.
 pub fn programs() -> &'static Programs {
     static PROGRAMS: OnceLock<Programs> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
+        if let Some(folder) = std::env::var_os("SD_TEST_PROGRAMS") {
+            return Programs::of(Path::new(&folder));
+        }
         let exe = std::env::current_exe().expect("the test's own path");
-        // target/PROFILE/deps/test-HASH
-        let folder = exe.ancestors().nth(2).expect("tests lie two folders below the profile's").to_path_buf();
+        // target/PROFILE/deps/test-HASH, or target/PROFILE/soak
+        let folder = exe.parent().filter(|folder| !folder.ends_with("deps")).or_else(|| exe.ancestors().nth(2));
+        let folder = folder.expect("tests lie in the profile's folder or one below").to_path_buf();
         let profile = match folder.file_name().and_then(|name| name.to_str()) {
             Some("debug") => "dev",
             Some(other) => other,
@@ -40,12 +57,7 @@ pub fn programs() -> &'static Programs {
             .status()
             .expect("cargo runs");
         assert!(status.success(), "the programs do not build");
-        Programs {
-            sdd: folder.join("sdd"),
-            sd_worker: folder.join("sd-worker"),
-            sdctl: folder.join("sdctl"),
-            faulty_worker: folder.join("faulty-worker"),
-        }
+        Programs::of(&folder)
     })
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use sd_proto::exit::ProgramExit;
 use sd_tests::daemon::Options;
+use sd_tests::faults::worker_at_random_moment;
 use sd_tests::process::{Process, eventually};
 use sd_tests::random::Random;
 use sd_tests::sandbox::text;
@@ -26,16 +27,6 @@ fn job_of(sandbox: &Sandbox, daemon: &Daemon, name: &str, steps: &str) -> std::p
     command.arg(steps);
     command.args(["--endpoint", &daemon.endpoint, "--force", "-o", name]);
     command
-}
-
-/// Waits until the worker of a stage has started, then for a random moment of its life.
-fn worker_at_random_moment(sandbox: &Sandbox, stage: &str, random: &mut Random) -> Process {
-    let found = eventually(Duration::from_secs(30), || {
-        sandbox.processes_of("sd-worker").into_iter().find(|worker| worker.argument("--stage") == Some(stage))
-    });
-    let worker = found.unwrap_or_else(|| panic!("no {stage} worker started"));
-    std::thread::sleep(Duration::from_micros(random.below(400_000)));
-    worker
 }
 
 #[test]
@@ -133,9 +124,12 @@ fn a_killed_daemon_takes_its_workers_along_and_the_next_start_sweeps_up() {
     assert!(killed.elapsed() < Duration::from_secs(10), "the client noticed after {:?}", killed.elapsed());
     assert!(!output.status.success(), "{}", text(&output));
     sandbox.expect_no_process(Duration::from_secs(3));
+    // Any program sweeps at its start; the client is the first one here.
+    let status = sandbox.sdctl(["status"]).output().unwrap();
+    assert_eq!(status.status.code(), Some(ProgramExit::Unavailable.code()), "{}", text(&status));
+    assert_eq!(Sandbox::segments(&instances), Vec::<String>::new(), "segments of the dead daemon are left");
     let next = Daemon::start(&sandbox, &Options::default());
     assert_eq!(next.socket(), socket, "the stale socket was replaced");
-    assert_eq!(Sandbox::segments(&instances), Vec::<String>::new(), "segments of the dead daemon are left");
     assert!(sandbox.instances().iter().all(|id| !instances.contains(id)), "its lock file is left");
     let output = job(&sandbox, &next, "y.png").output().unwrap();
     assert!(output.status.success(), "{}", text(&output));

@@ -1,5 +1,6 @@
 //! A worker that misbehaves on purpose. `SDD_TEST_FAULT=STAGE:FAULT` says which stage and how; other stages, and `inspect`,
-//! become the real worker (`SDD_TEST_WORKER`).
+//! become the real worker (`SDD_TEST_WORKER`). `SDD_TEST_FAULT=@FILE`: the file says so, for each worker anew; while it is
+//! empty or missing, every worker is a real one.
 
 use std::io::Read as _;
 use std::os::fd::FromRawFd as _;
@@ -72,7 +73,10 @@ impl Arguments {
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments { all: std::env::args().skip(1).collect() };
-    let plan = std::env::var("SDD_TEST_FAULT").context("SDD_TEST_FAULT")?;
+    let mut plan = std::env::var("SDD_TEST_FAULT").context("SDD_TEST_FAULT")?;
+    if let Some(file) = plan.strip_prefix('@') {
+        plan = std::fs::read_to_string(file).ok().filter(|plan| !plan.is_empty()).unwrap_or_else(|| "none:none".into());
+    }
     let (stage, name) = plan.split_once(':').context("SDD_TEST_FAULT is STAGE:FAULT")?;
     if arguments.all.first().is_some_and(|verb| verb == "serve") && arguments.value("--stage")? == stage {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
