@@ -44,8 +44,8 @@ fn what_the_user_asked_for_is_used_directly_where_it_does_its_work() {
         .collect();
     for (package, needed) in [
         ("sdd", &["tokio", "tonic", "prost", "shared_memory", "nix", "serde", "tracing"][..]),
-        ("sd-worker", &["tokio", "tonic", "prost", "shared_memory", "nix", "serde", "tracing"]),
-        ("sd-engine", &["candle-core", "safetensors", "memmap2", "serde", "tracing"]),
+        ("sd-worker", &["tokio", "tonic", "shared_memory", "safetensors", "tracing"]),
+        ("sd-engine", &["candle-core", "safetensors", "memmap2", "serde"]),
         ("sd-client", &["tokio", "tonic", "nix"]),
         ("sd-proto", &["tonic", "prost", "nix"]),
     ] {
