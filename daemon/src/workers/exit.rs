@@ -7,9 +7,11 @@ use sd_proto::exit::WorkerExit;
 
 use crate::residency::LeaseKill;
 
-/// Which of the two clocks of a worker ran out.
+/// Which of the clocks of a worker ran out: one until it says hello, two from then on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Clock {
+    /// From its start to its hello.
+    Hello,
     /// No pulse came: the process is frozen.
     Pulse,
     /// The task's progress stood still, in this phase.
@@ -48,7 +50,7 @@ pub enum KillCause {
         /// How long nothing was heard.
         silent: Duration,
     },
-    /// It did not say hello in time, or not rightly.
+    /// Its hello was not right.
     Handshake(String),
     /// It said what cannot be: a message out of order, a header that does not hold.
     Protocol(String),
@@ -70,6 +72,9 @@ impl fmt::Display for KillCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Hung { clock: Clock::Pulse, silent } => write!(f, "it was frozen: no pulse for {silent:.1?}"),
+            Self::Hung { clock: Clock::Hello, silent } => {
+                write!(f, "it hung at its start: it did not say hello within {silent:.1?}")
+            }
             Self::Hung { clock: Clock::Progress(phase), silent } => {
                 write!(f, "it hung: no progress while {phase} for {silent:.1?}")
             }

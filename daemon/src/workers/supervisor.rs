@@ -205,8 +205,8 @@ impl Turn {
         }
         let link_due = match &mut self.link {
             LinkState::Awaited { deadline, .. } if now >= *deadline => {
-                let why = format!("it did not say hello within {:.1?}", self.limits.handshake);
-                self.kill(KillCause::Handshake(why), process);
+                let cause = KillCause::Hung { clock: Clock::Hello, silent: self.limits.handshake };
+                self.kill(cause, process);
                 return far;
             }
             LinkState::Awaited { deadline, .. } => *deadline,
