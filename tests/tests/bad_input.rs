@@ -246,3 +246,24 @@ fn bad_configuration_ends_with_64_before_anything_is_bound() {
         assert!(!socket.exists() && sandbox.instances().is_empty(), "{content:?}: something was bound");
     }
 }
+
+/// A folder may be on a disk that is mounted later, so it does not keep the daemon from serving other models; it is
+/// named wherever somebody looks at it or asks for it.
+#[test]
+fn a_registered_folder_that_is_not_there_is_a_problem_of_that_model_alone() {
+    let sandbox = Sandbox::new();
+    let daemon = Daemon::start(&sandbox, &Options::default().model("absent", "/no/such/folder"));
+    let bench = Bench { sandbox, daemon };
+    let models = bench.sandbox.sdctl_ok(["models", "--json", "--endpoint", &bench.daemon.endpoint]);
+    let listed = String::from_utf8_lossy(&models.stdout).into_owned();
+    let json: serde_json::Value = serde_json::from_str(&listed).unwrap();
+    let models = json.as_array().or_else(|| json["models"].as_array()).expect("a list of models");
+    let problem = |name: &str| {
+        let model = models.iter().find(|model| model["name"] == name).unwrap_or_else(|| panic!("no {name}: {listed}"));
+        model["problem"].as_str().unwrap_or_default().to_owned()
+    };
+    assert!(problem("absent").contains("/no/such/folder"), "{listed}");
+    assert_eq!(problem("default"), "", "{listed}");
+    bench.refuses(&["x", "-m", "absent"], ProgramExit::Data, &["/no/such/folder"]);
+    bench.works();
+}
