@@ -52,7 +52,8 @@ pub(crate) fn is_terminal(event: &JobEvent) -> bool {
             | Event::Progress(_)
             | Event::StageFinished(_)
             | Event::Image(_)
-            | Event::Note(_),
+            | Event::Note(_)
+            | Event::Decision(_),
         )
         | None => false,
     }

@@ -18,6 +18,7 @@ pub mod config;
 pub mod daemon;
 pub mod ids;
 pub mod jobs;
+pub mod journal;
 pub mod logging;
 pub mod memory;
 pub mod models;

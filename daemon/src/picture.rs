@@ -165,7 +165,7 @@ fn schedule_title(schedule: Schedule) -> Option<&'static str> {
 fn record(request: &Admitted, index: u32) -> Value {
     let file = |file: &ImageFile| json!({"bytes": file.bytes().len(), "sha256": file.sha256()});
     let initial = request.initial.as_ref();
-    let NumericPlan { version, device, dtype, backend, batch, vae_tile } = &request.plan;
+    let NumericPlan { version, device, dtype, backend, batch, vae_tile, vae_tile_overlap, vae_dtype } = &request.plan;
     json!({
         "program": concat!("sdd ", env!("CARGO_PKG_VERSION")),
         "request": {
@@ -197,7 +197,7 @@ fn record(request: &Admitted, index: u32) -> Value {
             "dtype": dtype,
             "backend": backend,
             "batch": batch,
-            "vae_tile": vae_tile,
+            "vae_tile": vae_tile, "vae_tile_overlap": vae_tile_overlap, "vae_dtype": vae_dtype,
         },
     })
 }

@@ -31,7 +31,7 @@ pub mod worker {
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
 
 /// Version of [`worker::v1`]'s meaning; a worker that speaks another one is refused at its handshake.
-pub const LINK_PROTOCOL: u32 = 1;
+pub const LINK_PROTOCOL: u32 = 2;
 
 /// Largest gRPC message either side accepts, in bytes: an image file in a request, a PNG in an event.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;

@@ -123,7 +123,8 @@ impl Follower {
                 }
             }
             Some(Event::Note(note)) if self.verbose => self.note(&note.text),
-            Some(Event::Note(_)) => {}
+            Some(Event::Decision(decision)) if self.verbose => self.note(&decision.text),
+            Some(Event::Note(_) | Event::Decision(_)) => {}
             Some(Event::Succeeded(succeeded)) => {
                 self.progress.finish();
                 if !self.quiet && !self.json {

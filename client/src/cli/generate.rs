@@ -297,6 +297,7 @@ fn build(args: &GenerateArgs) -> Result<ImageRequest, Trouble> {
         init_image: picture(&args.init_img, "initial picture")?,
         mask: picture(&args.mask, "mask")?,
         strength: args.strength,
+        memory: None,
     })
 }
 

@@ -139,6 +139,10 @@ pub(super) fn event(event: &JobEvent, path: Option<&Path>) -> Value {
         Some(Event::Failed(failed)) => ("failed", failure(failed)),
         Some(Event::Cancelled(cancelled)) => ("cancelled", json!({ "reason": cancelled.reason })),
         Some(Event::Note(note)) => ("note", json!({ "text": note.text })),
+        Some(Event::Decision(decision)) => (
+            "decision",
+            json!({ "kind": decision.kind().as_str_name(), "bytes": decision.bytes, "text": decision.text }),
+        ),
         None => ("unknown", json!({})),
     };
     let mut out = Map::new();

@@ -88,7 +88,7 @@ async fn play(request: ImageRequest, fake: Arc<Fake>, out: Events) {
             }
             let stage = StageTiming { stage: Stage::Denoise.into(), computed: duration(1500), ..Default::default() };
             let timings = JobTimings { queued: duration(0), total: duration(2000), stages: vec![stage] };
-            events.push(Event::Succeeded(Succeeded { timings: Some(timings) }));
+            events.push(Event::Succeeded(Succeeded { timings: Some(timings), ..Default::default() }));
         }
     }
     for event in events {
@@ -239,6 +239,60 @@ impl Control for Served {
 
     async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
         Ok(Response::new(DrainResponse { jobs_finished: 2, jobs_cancelled: 1 }))
+    }
+
+    async fn load_model(&self, _: Request<LoadModelRequest>) -> Result<Response<LoadModelResponse>, Status> {
+        Ok(Response::new(LoadModelResponse::default()))
+    }
+
+    async fn unload_model(&self, _: Request<UnloadModelRequest>) -> Result<Response<UnloadModelResponse>, Status> {
+        Ok(Response::new(UnloadModelResponse::default()))
+    }
+
+    async fn pin_model(&self, _: Request<PinModelRequest>) -> Result<Response<PinModelResponse>, Status> {
+        Ok(Response::new(PinModelResponse {}))
+    }
+
+    async fn release_device(
+        &self,
+        _: Request<ReleaseDeviceRequest>,
+    ) -> Result<Response<ReleaseDeviceResponse>, Status> {
+        Ok(Response::new(ReleaseDeviceResponse::default()))
+    }
+
+    async fn fit(&self, _: Request<FitRequest>) -> Result<Response<FitResponse>, Status> {
+        Ok(Response::new(FitResponse::default()))
+    }
+
+    async fn show_config(&self, _: Request<ShowConfigRequest>) -> Result<Response<ShowConfigResponse>, Status> {
+        Ok(Response::new(ShowConfigResponse::default()))
+    }
+
+    async fn explain_job(&self, _: Request<ExplainJobRequest>) -> Result<Response<ExplainJobResponse>, Status> {
+        Ok(Response::new(ExplainJobResponse::default()))
+    }
+
+    async fn list_quarantine(
+        &self,
+        _: Request<ListQuarantineRequest>,
+    ) -> Result<Response<ListQuarantineResponse>, Status> {
+        Ok(Response::new(ListQuarantineResponse::default()))
+    }
+
+    async fn clear_quarantine(
+        &self,
+        _: Request<ClearQuarantineRequest>,
+    ) -> Result<Response<ClearQuarantineResponse>, Status> {
+        Ok(Response::new(ClearQuarantineResponse::default()))
+    }
+
+    type WatchDecisionsStream = Pin<Box<dyn Stream<Item = Result<WatchDecisionsResponse, Status>> + Send>>;
+
+    async fn watch_decisions(
+        &self,
+        _: Request<WatchDecisionsRequest>,
+    ) -> Result<Response<Self::WatchDecisionsStream>, Status> {
+        Ok(Response::new(Box::pin(tokio_stream::empty())))
     }
 }
 

@@ -5,9 +5,13 @@ use std::time::{Duration, SystemTime};
 
 use sd_proto::v1::control_server::Control;
 use sd_proto::v1::{
-    Component, DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse, InspectModelRequest,
+    ClearQuarantineRequest, ClearQuarantineResponse, Component, DrainRequest, DrainResponse, ExplainJobRequest,
+    ExplainJobResponse, FitRequest, FitResponse, GetStatusRequest, GetStatusResponse, InspectModelRequest,
     InspectModelResponse, ListLeasesRequest, ListLeasesResponse, ListModelsRequest, ListModelsResponse,
-    ListWorkersRequest, ListWorkersResponse, Model as ModelMessage,
+    ListQuarantineRequest, ListQuarantineResponse, ListWorkersRequest, ListWorkersResponse, LoadModelRequest,
+    LoadModelResponse, Model as ModelMessage, PinModelRequest, PinModelResponse, ReleaseDeviceRequest,
+    ReleaseDeviceResponse, ShowConfigRequest, ShowConfigResponse, UnloadModelRequest, UnloadModelResponse,
+    WatchDecisionsRequest,
 };
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
@@ -15,6 +19,7 @@ use tonic::{Request, Response, Status};
 use super::caller::Caller;
 use super::overview::{self, Overview};
 use super::status::{of_admission, operator_only};
+use super::{decisions, fit, operate, quarantine};
 use crate::jobs::{Admission, Jobs};
 use crate::models::{Listed, Model};
 
@@ -33,9 +38,9 @@ pub struct Identity {
 #[derive(Clone)]
 pub struct ControlService {
     identity: Identity,
-    jobs: Jobs,
-    admission: Admission,
-    overview: Arc<dyn Overview>,
+    pub(super) jobs: Jobs,
+    pub(super) admission: Admission,
+    pub(super) overview: Arc<dyn Overview>,
     /// Ends the daemon.
     shutdown: CancellationToken,
     drain_grace: Duration,
@@ -163,5 +168,62 @@ impl Control for ControlService {
         let drained = self.jobs.drain(grace).await;
         self.shutdown.cancel();
         Ok(Response::new(DrainResponse { jobs_finished: drained.finished, jobs_cancelled: drained.cancelled }))
+    }
+
+    type WatchDecisionsStream = decisions::DecisionStream;
+
+    async fn load_model(&self, request: Request<LoadModelRequest>) -> Result<Response<LoadModelResponse>, Status> {
+        operate::load(self, request).await
+    }
+
+    async fn unload_model(
+        &self,
+        request: Request<UnloadModelRequest>,
+    ) -> Result<Response<UnloadModelResponse>, Status> {
+        operate::unload(self, request).await
+    }
+
+    async fn pin_model(&self, request: Request<PinModelRequest>) -> Result<Response<PinModelResponse>, Status> {
+        operate::pin(self, request).await
+    }
+
+    async fn release_device(
+        &self,
+        request: Request<ReleaseDeviceRequest>,
+    ) -> Result<Response<ReleaseDeviceResponse>, Status> {
+        operate::release(self, request).await
+    }
+
+    async fn fit(&self, request: Request<FitRequest>) -> Result<Response<FitResponse>, Status> {
+        fit::fit(self, request).await
+    }
+
+    async fn show_config(&self, request: Request<ShowConfigRequest>) -> Result<Response<ShowConfigResponse>, Status> {
+        fit::show_config(self, request)
+    }
+
+    async fn explain_job(&self, request: Request<ExplainJobRequest>) -> Result<Response<ExplainJobResponse>, Status> {
+        decisions::explain(self, request).await
+    }
+
+    async fn watch_decisions(
+        &self,
+        request: Request<WatchDecisionsRequest>,
+    ) -> Result<Response<Self::WatchDecisionsStream>, Status> {
+        decisions::watch(self, request).await
+    }
+
+    async fn list_quarantine(
+        &self,
+        request: Request<ListQuarantineRequest>,
+    ) -> Result<Response<ListQuarantineResponse>, Status> {
+        quarantine::list(self, request)
+    }
+
+    async fn clear_quarantine(
+        &self,
+        request: Request<ClearQuarantineRequest>,
+    ) -> Result<Response<ClearQuarantineResponse>, Status> {
+        quarantine::clear(self, request)
     }
 }

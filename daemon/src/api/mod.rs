@@ -7,8 +7,12 @@
 
 pub mod caller;
 pub mod control;
+mod decisions;
+mod fit;
 pub mod generation;
+mod operate;
 pub mod overview;
+mod quarantine;
 pub mod status;
 
 pub use caller::Caller;

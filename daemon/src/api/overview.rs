@@ -56,6 +56,9 @@ pub fn device(snapshot: &DeviceSnapshot) -> v1::Device {
         leased_bytes: snapshot.leased,
         unproven_bytes: snapshot.unproven,
         degraded: snapshot.degraded.is_some(),
+        capacity_bytes: snapshot.capacity,
+        foreign: Vec::new(),
+        held_until: None,
     }
 }
 
@@ -98,6 +101,7 @@ pub fn workers(views: Vec<WorkerView>, devices: &[DeviceSnapshot]) -> Vec<v1::Wo
             resident_bytes: view.device_bytes,
             age: Some(duration(view.started.elapsed())),
             job_id: job.unwrap_or_default(),
+            ..v1::Worker::default()
         }
     };
     views.into_iter().map(worker).collect()

@@ -8,6 +8,7 @@ use super::limits::Limits;
 use super::request::{Admitted, ImageFile, InitialImage, sampler_of_name};
 use crate::models::{Model, ModelError, ModelRef, Registry};
 use crate::residency::Bytes;
+use crate::stages::memory::MemoryPlan;
 use crate::stages::plan::Grouping;
 
 /// Highest guidance scale; more is a slip of the finger.
@@ -338,6 +339,8 @@ pub fn complete(
         clip_skip: request.clip_skip,
         initial,
         plan,
+        memory: MemoryPlan::default(),
+        asked_memory: request.memory,
         model,
     })
 }

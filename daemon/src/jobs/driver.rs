@@ -87,6 +87,7 @@ pub async fn drive<R: StageRunner>(runner: Arc<R>, job: Assignment) -> DriverEnd
             loaded: Some(duration(report.loaded)),
             computed: Some(duration(report.computed)),
             total: Some(duration(began.elapsed())),
+            ..StageTiming::default()
         };
         let finished = StageFinished { stage: run.stage as i32, image_index: run.image, timing: Some(timing) };
         job.tell(Entry::StageFinished(finished)).await;

@@ -6,6 +6,7 @@ use sd_proto::v1::{NumericPlan, Sampler, Schedule};
 
 use super::request::Admitted;
 use crate::models::Model;
+use crate::stages::memory::MemoryPlan;
 
 /// A model like the one that is built in.
 pub(crate) fn model() -> Arc<Model> {
@@ -19,7 +20,7 @@ pub(crate) fn model() -> Arc<Model> {
 /// A plan of the CPU.
 pub(crate) fn numeric_plan() -> NumericPlan {
     let (device, dtype, backend) = ("cpu".into(), "f32".into(), "candle".into());
-    NumericPlan { version: 1, device, dtype, backend, batch: 1, vae_tile: 0 }
+    NumericPlan { version: 1, device, dtype, backend, batch: 1, vae_dtype: "f32".into(), ..NumericPlan::default() }
 }
 
 /// An ordinary request.
@@ -43,5 +44,7 @@ pub(crate) fn admitted() -> Admitted {
         clip_skip: 0,
         initial: None,
         plan: numeric_plan(),
+        memory: MemoryPlan::default(),
+        asked_memory: None,
     }
 }

@@ -118,6 +118,7 @@ fn is_terminal(event: &job_event::Event) -> bool {
     match event {
         E::Succeeded(_) | E::Failed(_) | E::Cancelled(_) => true,
         E::Queued(_) | E::StageStarted(_) | E::Progress(_) | E::StageFinished(_) | E::Image(_) | E::Note(_) => false,
+        E::Decision(_) => false,
     }
 }
 
@@ -131,6 +132,7 @@ fn cost(event: &JobEvent) -> usize {
             }
             Some(E::Failed(failure)) => failure.message.len() + failure.stderr.iter().map(String::len).sum::<usize>(),
             Some(E::Note(note)) => note.text.len(),
+            Some(E::Decision(decision)) => decision.text.len(),
             Some(E::StageStarted(_) | E::Progress(_) | E::StageFinished(_) | E::Succeeded(_) | E::Cancelled(_))
             | None => 0,
         }

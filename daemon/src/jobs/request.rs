@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use sd_proto::v1::{Emphasis, ImageRequest, NumericPlan, Sampler, Schedule};
+use sd_proto::v1::{Emphasis, ImageRequest, MemoryRequest, NumericPlan, Sampler, Schedule};
 
 use crate::models::Model;
+use crate::stages::memory::MemoryPlan;
 
 /// An image file of a request, shared between the job and its stage tasks and freed with the last of them.
 #[derive(Clone, PartialEq, Eq)]
@@ -88,6 +89,10 @@ pub struct Admitted {
     pub initial: Option<InitialImage>,
     /// The numeric choices that decide the bytes.
     pub plan: NumericPlan,
+    /// How its stages use memory.
+    pub memory: MemoryPlan,
+    /// What the request said about memory.
+    pub asked_memory: Option<MemoryRequest>,
 }
 
 impl Admitted {
@@ -124,6 +129,7 @@ impl Admitted {
             init_image: Vec::new(),
             mask: Vec::new(),
             strength: self.initial.as_ref().map(|initial| initial.strength),
+            memory: self.asked_memory,
         }
     }
 }

@@ -446,7 +446,10 @@ impl<R: StageRunner> Owner<R> {
             Effect::End(ending) => {
                 record.note_end();
                 let event = match ending {
-                    Ending::Succeeded => job_event::Event::Succeeded(Succeeded { timings: Some(record.timings()) }),
+                    Ending::Succeeded => job_event::Event::Succeeded(Succeeded {
+                        timings: Some(record.timings()),
+                        ..Succeeded::default()
+                    }),
                     Ending::Failed(failure) => job_event::Event::Failed(failure),
                     Ending::Cancelled(cancelled) => job_event::Event::Cancelled(cancelled),
                 };

@@ -163,6 +163,7 @@ fn names(events: &[JobEvent]) -> Vec<String> {
             E::Failed(failure) => format!("failed {}", failure.message),
             E::Cancelled(cancelled) => format!("cancelled {}", cancelled.reason),
             E::Note(note) => note.text.clone(),
+            E::Decision(decision) => decision.text.clone(),
         })
     };
     events.iter().filter_map(name).collect()

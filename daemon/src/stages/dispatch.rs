@@ -385,6 +385,9 @@ impl StageRunner for Dispatcher {
                 inputs: segments.inputs.clone(),
                 outputs: segments.output_messages(),
                 work: Some(work.clone()),
+                memory: Some(request.memory.task(stage)),
+                checkpoints: Vec::new(),
+                resume: None,
             };
             let news = order.news.clone();
             let result = worker

@@ -5,10 +5,12 @@
 //! * [`sizes`]: how large each tensor can be.
 //! * [`task`]: a stage run as the task that a worker is sent.
 //! * [`failure`]: what went wrong, in the words of the public interface.
+//! * [`memory`]: how a job uses memory.
 //! * [`dispatch`]: the real runner: lease → worker → task → validated output.
 
 pub mod dispatch;
 pub mod failure;
+pub mod memory;
 pub mod needs;
 pub mod plan;
 pub mod runner;
@@ -16,6 +18,7 @@ pub mod sizes;
 pub mod task;
 
 pub use dispatch::{Dispatcher, Needs, Tensor};
+pub use memory::MemoryPlan;
 pub use needs::DeviceNeeds;
 pub use plan::{Role, Slot, StagePlan, StageRun};
 pub use runner::{Output, StageOrder, StageReport, StageRunner, Stopped};

@@ -139,6 +139,8 @@ impl Fits for DeviceNeeds {
             backend: model.report.backend.clone(),
             batch: 1,
             vae_tile: 0,
+            vae_tile_overlap: 0,
+            vae_dtype: "f32".into(),
         }
     }
 }

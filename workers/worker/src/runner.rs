@@ -372,6 +372,7 @@ fn perform(
         peak_bytes: control.peak.load(Ordering::Relaxed).max(now),
         notes: finished.notes,
         weights_bytes: model.weights_bytes(),
+        ..TaskDone::default()
     })
 }
 
