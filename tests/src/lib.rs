@@ -4,12 +4,14 @@
 //! Nothing in here is shared between two tests but the built programs and the cache with the default model: every
 //! [`Sandbox`] has its own lock folder, so its daemons know nothing of each other or of a daemon of the host.
 
+pub mod calls;
 pub mod daemon;
 pub mod faults;
 pub mod png_text;
 pub mod process;
 pub mod programs;
 pub mod random;
+pub mod readings;
 pub mod sandbox;
 
 pub use daemon::Daemon;

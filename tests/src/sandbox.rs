@@ -9,7 +9,7 @@ use std::time::Duration;
 use nix::sys::signal::Signal;
 
 use crate::process::{self, Process};
-use crate::programs::programs;
+use crate::programs::{programs, repository};
 
 /// A folder with all that the programs would otherwise look for on the host. What still runs when it is dropped is
 /// killed, and what that leaves is swept.
@@ -87,6 +87,13 @@ impl Sandbox {
         output
     }
 
+    /// A copy of the default model: the same numbers in other files, so to a daemon another model.
+    pub fn default_model_as(&self, name: &str) -> PathBuf {
+        let folder = self.path().join("models").join(name);
+        copy(&repository().join("models/default"), &folder);
+        folder
+    }
+
     /// All living processes that were started in this sandbox.
     pub fn processes(&self) -> Vec<Process> {
         process::with_environment("SDD_LOCK_DIR", &self.lock_dir())
@@ -134,6 +141,18 @@ impl Drop for Sandbox {
             std::thread::yield_now();
         }
         let _ = sd_proto::instance::sweep(&self.lock_dir());
+    }
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).expect("a folder");
+    for entry in fs::read_dir(from).expect("a folder to copy").flatten() {
+        let target = to.join(entry.file_name());
+        if entry.file_type().expect("a kind of file").is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).expect("a copy");
+        }
     }
 }
 
