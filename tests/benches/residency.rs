@@ -109,7 +109,9 @@ async fn main() {
     let budget = budget + budget / 20;
     let options = options.set(format!("devices.cpu.budget={budget}"));
     println!("\n{jobs} jobs of three models, {CLIENTS} clients, budget {} MiB\n", budget >> 20);
-    println!("| mode | jobs a minute | left the device MiB | shrink, park, retire | waits | peak MiB |\n|---|---|---|---|---|---|");
+    println!(
+        "| mode | jobs a minute | left the device MiB | shrink, park, retire | waits | peak MiB |\n|---|---|---|---|---|---|"
+    );
     let mut rates = BTreeMap::new();
     let unread = ("auto, queue unread", options.clone().set("memory.offload_mode=auto").set("memory.read_queue=false"));
     let modes = MODES.map(|mode| (mode, options.clone().set(format!("memory.offload_mode={mode}"))));

@@ -56,10 +56,8 @@ async fn two_models_take_turns_under_a_budget_of_the_largest_stage() {
     let readings = Readings::start(Arc::clone(&sandbox));
     for round in 0..rounds() {
         // Both at once: each stage of the one waits for the other's to go.
-        let (one, two) = tokio::join!(
-            calls.run(request("one", round % 2), |_| {}),
-            calls.run(request("two", round % 2), |_| {}),
-        );
+        let (one, two) =
+            tokio::join!(calls.run(request("one", round % 2), |_| {}), calls.run(request("two", round % 2), |_| {}),);
         for ran in [one.unwrap(), two.unwrap()] {
             assert_eq!(ran.end(), "succeeded", "round {round}");
             let pixels = png_text::read(&ran.pictures[0]).unwrap().pixels;
