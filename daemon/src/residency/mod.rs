@@ -21,7 +21,7 @@ pub mod policy;
 mod service;
 mod view;
 
-pub use self::device::{Budget, DeviceConfig, DeviceProbe};
+pub use self::device::{Budget, DeviceConfig, DeviceProbe, DeviceReading, ForeignProcess, ProbeError, Processes};
 pub use self::handle::{Afterwards, ComputeToken, Granted, Holders, Residency};
 pub use self::lease::{
     Bytes, GrantedLease, Incarnation, LeaseId, LeaseKill, LeasePart, LeaseVector, Proof, Purpose, Refusal, RequestId,

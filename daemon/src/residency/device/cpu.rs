@@ -1,85 +1,20 @@
-//! What a device has, and what a process holds of it.
+//! The CPU device: the host's memory, or what the control groups leave of it.
 
 use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::lease::Bytes;
-use super::ledger::Rules;
+use super::{Budget, DeviceConfig, DeviceError, DeviceProbe, DeviceReading, ProbeError, Processes};
 use crate::ids::DeviceId;
+use crate::residency::ledger::Rules;
 
-/// How the bytes of processes on a device are measured. The ledger itself never measures; the service does when
-/// the ledger asks.
-pub trait DeviceProbe: Send + Sync + 'static {
-    /// Bytes that the process holds on the device, or `None` where the device shows no such process. Answers within a
-    /// millisecond or so.
-    ///
-    /// # Errors
-    /// The device cannot be asked. That proves nothing: the bytes stay charged.
-    fn process_bytes(&self, pid: u32) -> io::Result<Option<u64>>;
-}
-
-/// One device of the residency.
-#[derive(Clone)]
-pub struct DeviceConfig {
-    /// Its id: "cpu", or a GPU's UUID.
-    pub id: DeviceId,
-    /// For people.
-    pub name: String,
-    /// Bytes it has.
-    pub total: u64,
-    /// Bytes that leases may hold together.
-    pub budget: u64,
-    /// Deadlines and bounds.
-    pub rules: Rules,
-    /// How its processes are measured.
-    pub probe: Arc<dyn DeviceProbe>,
-}
-
-/// How much of a device may be leased.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Budget {
-    /// Four fifths of what is free when the daemon starts.
-    #[default]
-    Auto,
-    /// So many bytes.
-    Bytes(u64),
-}
-
-/// Why a device cannot be configured.
-#[derive(Debug, thiserror::Error)]
-pub enum DeviceError {
-    /// The system does not say how much memory it has.
-    #[error("cannot read {path}: {source}")]
-    Read {
-        /// The file.
-        path: &'static str,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The file is not what it should be.
-    #[error("{path} has no field {field}")]
-    Field {
-        /// The file.
-        path: &'static str,
-        /// What was looked for.
-        field: &'static str,
-    },
-    /// Configured beyond what there is.
-    #[error("a budget of {} was set for device {device}, which has {}: set less", Bytes(*budget), Bytes(*total))]
-    Budget {
-        /// The device.
-        device: DeviceId,
-        /// Configured.
-        budget: u64,
-        /// What there is.
-        total: u64,
-    },
-}
+/// Bytes of available memory that are never leased: `MemAvailable` is the kernel's estimate, and the programs that share the
+/// host breathe.
+const MARGIN: u64 = 64 << 20;
 
 impl DeviceConfig {
-    /// The CPU device: the host's memory, or what the control group leaves of it.
+    /// The CPU device.
     ///
     /// # Errors
     /// The system does not say how much there is, or `budget` is more.
@@ -217,6 +152,25 @@ impl DeviceProbe for CpuProbe {
             Err(error) => Err(error),
         }
     }
+
+    /// What others use is seen in what is left, not process by process: a host has hundreds, and their shared pages cannot be
+    /// told apart.
+    fn reading(&self, own: &[u32]) -> Result<Option<DeviceReading>, ProbeError> {
+        let host = HostMemory::read().map_err(|error| ProbeError::Failed(error.to_string()))?;
+        // Before the free bytes are added to them: a worker that grows in between is counted in neither, never in both.
+        let mut held = 0u64;
+        for pid in own {
+            let bytes = self.process_bytes(*pid).map_err(|error| ProbeError::Failed(error.to_string()))?;
+            held = held.saturating_add(bytes.unwrap_or(0));
+        }
+        Ok(Some(DeviceReading {
+            total: host.total,
+            free: host.available,
+            own: held,
+            margin: MARGIN,
+            processes: Processes::NotListed,
+        }))
+    }
 }
 
 /// Charged bytes from the text of `/proc/PID/status`; `None` for a process without memory (a zombie has none).
@@ -286,6 +240,15 @@ mod tests {
         assert!(after >= before + (60 << 20), "{before} then {after} with {} more", touched.len());
         // Larger than any pid the kernel gives out.
         assert_eq!(CpuProbe.process_bytes(1 << 30).unwrap(), None);
+    }
+
+    #[test]
+    fn a_reading_counts_our_own_processes_as_ours() {
+        let own = std::process::id();
+        let touched = vec![1u8; 64 << 20];
+        let reading = CpuProbe.reading(&[own, 1 << 30]).unwrap().expect("the host can be asked");
+        assert!(reading.own >= touched.len() as u64 && reading.free > 0 && reading.free <= reading.total, "{reading:?}");
+        assert_eq!(CpuProbe.reading(&[]).unwrap().unwrap().own, 0);
     }
 
     #[test]
