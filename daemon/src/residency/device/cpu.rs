@@ -247,7 +247,10 @@ mod tests {
         let own = std::process::id();
         let touched = vec![1u8; 64 << 20];
         let reading = CpuProbe.reading(&[own, 1 << 30]).unwrap().expect("the host can be asked");
-        assert!(reading.own >= touched.len() as u64 && reading.free > 0 && reading.free <= reading.total, "{reading:?}");
+        assert!(
+            reading.own >= touched.len() as u64 && reading.free > 0 && reading.free <= reading.total,
+            "{reading:?}"
+        );
         assert_eq!(CpuProbe.reading(&[]).unwrap().unwrap().own, 0);
     }
 
