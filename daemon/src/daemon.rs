@@ -16,12 +16,13 @@ use sd_proto::instance::{self, DeviceLock, DeviceLockError, Holder, InstanceLock
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::api::{ControlService, GenerationService, Identity, Live};
+use crate::api::{Backing, ControlService, GenerationService, Identity, Live};
 use crate::arena::{Arena, ArenaLimits, host_free};
 use crate::clock::RuntimeClock;
 use crate::config::Config;
 use crate::ids::DeviceId;
 use crate::jobs::{Admission, Jobs};
+use crate::journal::{self, Journal};
 use crate::memory;
 use crate::models::Registry;
 use crate::notify;
@@ -171,7 +172,7 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), DaemonError
     let identity =
         Identity { instance: claims.instance.id().into(), endpoint: endpoint.to_string(), started: SystemTime::now() };
     let parts = Parts::build(&config, device, arena, identity, link, &link_path)?;
-    let Parts { workers, jobs, generation, control, shutdown } = parts;
+    let Parts { workers, jobs, generation, control, shutdown, ending } = parts;
     let server = PublicServer::start(generation, control, listeners).await;
     let mut server = server.map_err(|error| DaemonError::Server(error.to_string()))?;
     for endpoint in &endpoints {
@@ -186,14 +187,14 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), DaemonError
     notify::service_manager("READY=1");
     let trimming = tokio::spawn(trim_when_idle(jobs.clone()));
 
-    let ending = tokio::select! {
+    let why = tokio::select! {
         name = signals.next() => Ending::Signal(name),
         () = shutdown.cancelled() => Ending::Drained,
         () = owner_gone(inherited.owner, &jobs) => Ending::OwnerGone,
         problem = server.failed() => Ending::Failed(problem),
     };
     notify::service_manager("STOPPING=1");
-    let outcome = stop(&config, &ending, &mut signals, workers, jobs, server).await;
+    let outcome = stop(&config, &why, &mut signals, workers, jobs, server, &ending).await;
     trimming.abort();
     // In their order: sockets, folder, locks.
     let Claims { devices, .. } = claims;
@@ -267,6 +268,8 @@ struct Parts {
     generation: GenerationService,
     control: ControlService,
     shutdown: CancellationToken,
+    /// Ends streams that have no end of their own.
+    ending: CancellationToken,
 }
 
 impl Parts {
@@ -296,11 +299,23 @@ impl Parts {
         let registry = Registry::new(config.models.clone(), Arc::new(workers.clone()));
         let admission = Admission::new(registry, config.jobs.clone(), needs);
         let jobs = Jobs::start(Arc::new(dispatcher), config.jobs.clone());
-        let shutdown = CancellationToken::new();
+        let (shutdown, ending) = (CancellationToken::new(), CancellationToken::new());
+        let journal = Journal::default();
+        tokio::spawn(journal::follow_ledgers(journal.clone(), residency.decisions()));
+        jobs.follow(&journal);
         let overview = Arc::new(Live { residency, workers: workers.clone(), arena });
         let generation = GenerationService::new(jobs.clone(), admission.clone());
-        let control = ControlService::new(identity, jobs.clone(), admission, overview, shutdown.clone(), config.drain);
-        Ok(Self { workers, jobs, generation, control, shutdown })
+        let backing = Backing {
+            jobs: jobs.clone(),
+            admission,
+            overview,
+            journal,
+            ending: ending.clone(),
+            shutdown: shutdown.clone(),
+            drain_grace: config.drain,
+        };
+        let control = ControlService::new(identity, backing);
+        Ok(Self { workers, jobs, generation, control, shutdown, ending })
     }
 }
 
@@ -333,6 +348,7 @@ async fn stop(
     workers: Workers,
     jobs: Jobs,
     server: PublicServer,
+    streams: &CancellationToken,
 ) -> Result<(), DaemonError> {
     let drain = match ending {
         Ending::Signal(name) => {
@@ -358,6 +374,7 @@ async fn stop(
         }
     }
     jobs.shutdown().await;
+    streams.cancel();
     server.close(CALLS_GRACE).await;
     let reaped = workers.shutdown(config.stop).await;
     match ending {

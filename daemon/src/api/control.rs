@@ -21,6 +21,7 @@ use super::overview::{self, Overview};
 use super::status::{of_admission, operator_only};
 use super::{decisions, fit, operate, quarantine};
 use crate::jobs::{Admission, Jobs};
+use crate::journal::Journal;
 use crate::models::{Listed, Model};
 
 /// What a daemon says of itself.
@@ -34,16 +35,30 @@ pub struct Identity {
     pub started: SystemTime,
 }
 
+/// What the service shows and acts upon.
+#[derive(Clone)]
+pub struct Backing {
+    /// Jobs.
+    pub jobs: Jobs,
+    /// Models and what fits.
+    pub admission: Admission,
+    /// Processes and memory.
+    pub overview: Arc<dyn Overview>,
+    /// What was decided about memory.
+    pub journal: Journal,
+    /// Fires when the daemon ends: streams without an end of their own end then.
+    pub ending: CancellationToken,
+    /// To be fired to end the daemon.
+    pub shutdown: CancellationToken,
+    /// What a drain gives jobs where the caller does not say.
+    pub drain_grace: Duration,
+}
+
 /// The service.
 #[derive(Clone)]
 pub struct ControlService {
     identity: Identity,
-    pub(super) jobs: Jobs,
-    pub(super) admission: Admission,
-    pub(super) overview: Arc<dyn Overview>,
-    /// Ends the daemon.
-    shutdown: CancellationToken,
-    drain_grace: Duration,
+    pub(super) backing: Backing,
 }
 
 impl std::fmt::Debug for ControlService {
@@ -52,18 +67,16 @@ impl std::fmt::Debug for ControlService {
     }
 }
 
+impl std::fmt::Debug for Backing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Backing").finish_non_exhaustive()
+    }
+}
+
 impl ControlService {
-    /// A service over these jobs. A drain fires `shutdown` when it is done; it gives jobs `drain_grace` where the caller
-    /// does not say.
-    pub fn new(
-        identity: Identity,
-        jobs: Jobs,
-        admission: Admission,
-        overview: Arc<dyn Overview>,
-        shutdown: CancellationToken,
-        drain_grace: Duration,
-    ) -> Self {
-        Self { identity, jobs, admission, overview, shutdown, drain_grace }
+    /// A service over these.
+    pub fn new(identity: Identity, backing: Backing) -> Self {
+        Self { identity, backing }
     }
 }
 
@@ -113,14 +126,14 @@ fn listed(listed: Listed) -> ModelMessage {
 #[tonic::async_trait]
 impl Control for ControlService {
     async fn get_status(&self, _: Request<GetStatusRequest>) -> Result<Response<GetStatusResponse>, Status> {
-        let activity = *self.jobs.activity().borrow();
-        let memory = self.overview.shared_memory();
+        let activity = *self.backing.jobs.activity().borrow();
+        let memory = self.backing.overview.shared_memory();
         Ok(Response::new(GetStatusResponse {
             version: env!("CARGO_PKG_VERSION").into(),
             instance: self.identity.instance.clone(),
             pid: std::process::id(),
             started: Some(self.identity.started.into()),
-            devices: self.overview.devices().await.iter().map(overview::device).collect(),
+            devices: self.backing.overview.devices().await.iter().map(overview::device).collect(),
             queued_jobs: activity.queued as u32,
             running_jobs: activity.running as u32,
             draining: activity.draining,
@@ -131,7 +144,7 @@ impl Control for ControlService {
     }
 
     async fn list_models(&self, _: Request<ListModelsRequest>) -> Result<Response<ListModelsResponse>, Status> {
-        let models = self.admission.registry().list().await.into_iter().map(listed).collect();
+        let models = self.backing.admission.registry().list().await.into_iter().map(listed).collect();
         Ok(Response::new(ListModelsResponse { models }))
     }
 
@@ -141,18 +154,18 @@ impl Control for ControlService {
     ) -> Result<Response<InspectModelResponse>, Status> {
         let asker = Caller::of(request.extensions()).asker();
         let name = request.into_inner().model;
-        let model = self.admission.model(&name, asker).await.map_err(|error| of_admission(&error))?;
-        let is_default = model.name == self.admission.registry().default_name();
+        let model = self.backing.admission.model(&name, asker).await.map_err(|error| of_admission(&error))?;
+        let is_default = model.name == self.backing.admission.registry().default_name();
         Ok(Response::new(InspectModelResponse { model: Some(described(&model, is_default)) }))
     }
 
     async fn list_workers(&self, _: Request<ListWorkersRequest>) -> Result<Response<ListWorkersResponse>, Status> {
-        let devices = self.overview.devices().await;
-        Ok(Response::new(ListWorkersResponse { workers: overview::workers(self.overview.workers(), &devices) }))
+        let devices = self.backing.overview.devices().await;
+        Ok(Response::new(ListWorkersResponse { workers: overview::workers(self.backing.overview.workers(), &devices) }))
     }
 
     async fn list_leases(&self, _: Request<ListLeasesRequest>) -> Result<Response<ListLeasesResponse>, Status> {
-        let devices = self.overview.devices().await;
+        let devices = self.backing.overview.devices().await;
         Ok(Response::new(ListLeasesResponse { leases: devices.iter().flat_map(overview::leases).collect() }))
     }
 
@@ -163,10 +176,10 @@ impl Control for ControlService {
         let grace = match request.into_inner().timeout {
             Some(timeout) => Duration::try_from(timeout)
                 .map_err(|_| Status::invalid_argument("timeout: a negative time is no time to wait"))?,
-            None => self.drain_grace,
+            None => self.backing.drain_grace,
         };
-        let drained = self.jobs.drain(grace).await;
-        self.shutdown.cancel();
+        let drained = self.backing.jobs.drain(grace).await;
+        self.backing.shutdown.cancel();
         Ok(Response::new(DrainResponse { jobs_finished: drained.finished, jobs_cancelled: drained.cancelled }))
     }
 

@@ -16,7 +16,7 @@ mod quarantine;
 pub mod status;
 
 pub use caller::Caller;
-pub use control::{ControlService, Identity};
+pub use control::{Backing, ControlService, Identity};
 pub use generation::GenerationService;
 pub use overview::{Live, Overview};
 

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-use sd_proto::v1::{JobEvent, job_event};
+use sd_proto::v1::{Decision, JobEvent, job_event};
 use tokio::sync::watch;
 
 /// What an event costs beside its picture and texts, roughly.
@@ -65,6 +65,15 @@ impl EventLog {
     pub fn after(&self, sequence: u64) -> Option<Arc<JobEvent>> {
         let index = usize::try_from(sequence).ok()?;
         self.lock().events.get(index).cloned()
+    }
+
+    /// The decisions among the events so far, in their order.
+    pub fn decisions(&self) -> Vec<Decision> {
+        let decision = |event: &Arc<JobEvent>| match &event.event {
+            Some(job_event::Event::Decision(decision)) => Some(decision.clone()),
+            Some(_) | None => None,
+        };
+        self.lock().events.iter().filter_map(decision).collect()
     }
 
     /// The number of events.

@@ -5,9 +5,10 @@
 //! * [`log`]: a job's events, kept for those who watch late.
 //! * [`queue`], [`wait`]: who is next, and how long it takes until then.
 //! * [`service`]: the one owner of all jobs; [`Jobs`] is its handle.
-//! * [`driver`]: runs one job's stages in order.
+//! * [`driver`]: runs one job's stages in order; `decisions`: what was decided about memory becomes its job's events.
 
 pub mod admission;
+mod decisions;
 pub mod driver;
 #[cfg(test)]
 pub(crate) mod fixtures;

@@ -7,6 +7,7 @@ use sd_proto::v1::{self, Failure, FailureReason, Queued, Succeeded, job_event};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
+use super::decisions;
 use super::driver::{self, Assignment};
 use super::limits::Limits;
 use super::log::{EventLog, Watcher};
@@ -17,6 +18,7 @@ use super::store::{Record, Store, duration};
 use super::viewer::{Viewer, new_job_id};
 use super::wait::{Durations, until_start};
 use crate::ids::{JobId, Tenant};
+use crate::journal::Journal;
 use crate::stages::plan::{Grouping, StagePlan};
 use crate::stages::runner::StageRunner;
 
@@ -114,6 +116,7 @@ pub struct Jobs {
     /// Beside the commands and without bound, because it is sent from destructors.
     abandoned: mpsc::UnboundedSender<Command>,
     activity: watch::Receiver<Activity>,
+    entries: mpsc::Sender<(JobId, Entry)>,
 }
 
 impl Jobs {
@@ -131,7 +134,7 @@ impl Jobs {
             queue: Queue::default(),
             durations: Durations::default(),
             running: 0,
-            entries,
+            entries: entries.clone(),
             ends,
             activity,
             draining: None,
@@ -139,7 +142,7 @@ impl Jobs {
             refusing: false,
         };
         tokio::spawn(owner.run(receiver, abandoned_receiver, entries_receiver, ends_receiver));
-        Self { commands, abandoned, activity: activity_receiver }
+        Self { commands, abandoned, activity: activity_receiver, entries }
     }
 
     async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Option<T> {
@@ -171,8 +174,22 @@ impl Jobs {
     /// # Errors
     /// No such job for this viewer.
     pub async fn watch(&self, job: JobId, viewer: Viewer, after: u64) -> Result<Watcher, NotFound> {
+        Ok(Watcher::new(self.log(job, viewer).await?, after))
+    }
+
+    /// Makes what is decided from now on about a job an event of that job.
+    pub fn follow(&self, journal: &Journal) {
+        let (_, news) = journal.follow();
+        tokio::spawn(decisions::feed(news, self.entries.clone()));
+    }
+
+    /// The events of a job.
+    ///
+    /// # Errors
+    /// No such job for this viewer.
+    pub async fn log(&self, job: JobId, viewer: Viewer) -> Result<Arc<EventLog>, NotFound> {
         let log = self.ask(|reply| Command::Log { job: job.clone(), viewer, reply }).await.flatten();
-        Ok(Watcher::new(log.ok_or(NotFound(job))?, after))
+        log.ok_or(NotFound(job))
     }
 
     /// A job.
@@ -391,6 +408,9 @@ impl<R: StageRunner> Owner<R> {
     /// Lets a job take an input and does what follows.
     fn apply(&mut self, job: &JobId, input: Input) {
         let Some(record) = self.store.get_mut(job) else { return };
+        if matches!(input, Input::Driver(Entry::Decision(_))) && !record.takes_decision() {
+            return;
+        }
         if let (Input::Driver(Entry::StageFinished(finished)), false) = (&input, record.state.is_ended())
             && let (Some(timing), Some(living)) = (&finished.timing, &record.living)
         {
@@ -509,5 +529,6 @@ fn event_of(entry: Entry) -> job_event::Event {
         Entry::StageFinished(finished) => job_event::Event::StageFinished(finished),
         Entry::Image(image) => job_event::Event::Image(image),
         Entry::Note(note) => job_event::Event::Note(note),
+        Entry::Decision(decision) => job_event::Event::Decision(*decision),
     }
 }

@@ -14,7 +14,7 @@
 //! [`Effect::End`], and nothing leads out of `Ended`. So a job has exactly one terminal event, and it is the last.
 
 use sd_proto::v1::{
-    Cancelled, Failure, FailureReason, ImageReady, JobState, Note, Progress, Stage, StageFinished, StageStarted,
+    Cancelled, Decision, Failure, FailureReason, ImageReady, JobState, Note, Progress, Stage, StageFinished, StageStarted,
 };
 
 /// How a job ended.
@@ -41,6 +41,8 @@ pub enum Entry {
     Image(ImageReady),
     /// What the daemon decided about this job.
     Note(Note),
+    /// What was decided about memory for this job.
+    Decision(Box<Decision>),
 }
 
 /// Where a job stands.
@@ -215,7 +217,7 @@ fn advance(stage: Stage, images: u32, entry: &Entry) -> (Stage, u32) {
     match entry {
         Entry::StageStarted(started) => (started.stage(), images),
         Entry::Image(_) => (stage, images + 1),
-        Entry::Progress(_) | Entry::StageFinished(_) | Entry::Note(_) => (stage, images),
+        Entry::Progress(_) | Entry::StageFinished(_) | Entry::Note(_) | Entry::Decision(_) => (stage, images),
     }
 }
 
@@ -249,6 +251,7 @@ mod tests {
             Just(Input::Driver(Entry::StageFinished(StageFinished::default()))),
             Just(Input::Driver(Entry::Image(ImageReady::default()))),
             Just(Input::Driver(Entry::Note(Note::default()))),
+            Just(Input::Driver(Entry::Decision(Box::default()))),
             Just(Input::DriverEnded(DriverEnd::Completed)),
             Just(Input::DriverEnded(DriverEnd::Failed(failure()))),
             Just(Input::DriverEnded(DriverEnd::Stopped)),

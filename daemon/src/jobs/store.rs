@@ -15,6 +15,9 @@ use super::viewer::Viewer;
 use crate::ids::{JobId, Tenant};
 use crate::stages::plan::StagePlan;
 
+/// Decisions about one job that become its events: a log that is kept whole must not grow with a job's length.
+pub const DECISIONS: usize = 256;
+
 /// What only a living job has.
 #[derive(Debug)]
 pub struct Living {
@@ -46,6 +49,8 @@ pub struct Record {
     started: Option<Instant>,
     finished: Option<(SystemTime, Instant)>,
     stages: Vec<StageTiming>,
+    /// Decisions among its events.
+    decisions: usize,
 }
 
 impl Record {
@@ -63,6 +68,7 @@ impl Record {
             started: None,
             finished: None,
             stages: Vec::new(),
+            decisions: 0,
         }
     }
 
@@ -84,6 +90,12 @@ impl Record {
     /// Notes a finished stage run.
     pub fn note_stage(&mut self, timing: StageTiming) {
         self.stages.push(timing);
+    }
+
+    /// Counts a decision about it; false where it has told so many that this one is left out of its events.
+    pub fn takes_decision(&mut self) -> bool {
+        self.decisions += 1;
+        self.decisions <= DECISIONS
     }
 
     /// Stage runs finished.
