@@ -83,7 +83,9 @@ pub async fn follow_ledgers(journal: Journal, mut decisions: broadcast::Receiver
             Ok(decision) => {
                 journal.record(of_ledger(&decision));
             }
-            Err(RecvError::Lagged(missed)) => tracing::warn!(missed, "decisions came faster than they could be written"),
+            Err(RecvError::Lagged(missed)) => {
+                tracing::warn!(missed, "decisions came faster than they could be written")
+            }
             Err(RecvError::Closed) => return,
         }
     }

@@ -10,9 +10,10 @@ use std::time::{Duration, SystemTime};
 use sd_proto::v1::control_client::ControlClient;
 use sd_proto::v1::generation_client::GenerationClient;
 use sd_proto::v1::{
-    CancelRequest, Decision, DecisionKind, DrainRequest, ExplainJobRequest, Failure, GenerateRequest, GetRequest, GetStatusRequest, ImageRequest,
-    InspectModelRequest, JobEvent, JobState, ListModelsRequest, ListRequest, NumericPlan, ProgressPhase, Stage,
-    SubmitRequest, WatchDecisionsRequest, WatchDecisionsResponse, WatchRequest, job_event,
+    CancelRequest, Decision, DecisionKind, DrainRequest, ExplainJobRequest, Failure, GenerateRequest, GetRequest,
+    GetStatusRequest, ImageRequest, InspectModelRequest, JobEvent, JobState, ListModelsRequest, ListRequest,
+    NumericPlan, ProgressPhase, Stage, SubmitRequest, WatchDecisionsRequest, WatchDecisionsResponse, WatchRequest,
+    job_event,
 };
 use sdd::api::{self, Backing, ControlService, GenerationService, Identity, Overview};
 use sdd::arena::ArenaUsage;

@@ -4,9 +4,7 @@ use std::collections::HashMap;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use sd_proto::v1::{
-    Decision, ExplainJobRequest, ExplainJobResponse, WatchDecisionsRequest, WatchDecisionsResponse,
-};
+use sd_proto::v1::{Decision, ExplainJobRequest, ExplainJobResponse, WatchDecisionsRequest, WatchDecisionsResponse};
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::sync::mpsc;

@@ -17,7 +17,10 @@ pub(super) async fn feed(mut news: Receiver<Arc<Decision>>, entries: mpsc::Sende
         let decision = match news.recv().await {
             Ok(decision) => decision,
             Err(RecvError::Lagged(missed)) => {
-                tracing::warn!(missed, "decisions came faster than jobs could note them: some are missing in their events");
+                tracing::warn!(
+                    missed,
+                    "decisions came faster than jobs could note them: some are missing in their events"
+                );
                 continue;
             }
             Err(RecvError::Closed) => return,

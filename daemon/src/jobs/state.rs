@@ -14,7 +14,8 @@
 //! [`Effect::End`], and nothing leads out of `Ended`. So a job has exactly one terminal event, and it is the last.
 
 use sd_proto::v1::{
-    Cancelled, Decision, Failure, FailureReason, ImageReady, JobState, Note, Progress, Stage, StageFinished, StageStarted,
+    Cancelled, Decision, Failure, FailureReason, ImageReady, JobState, Note, Progress, Stage, StageFinished,
+    StageStarted,
 };
 
 /// How a job ended.
