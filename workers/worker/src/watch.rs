@@ -37,7 +37,7 @@ impl<'a> Watch<'a> {
 
 impl StageObserver for Watch<'_> {
     fn on_block(&mut self, event: &SegmentEvent<'_>) -> ControlFlow<()> {
-        let (done, total) = self.step.unwrap_or((event.index, event.count));
+        let (done, total) = self.step.unwrap_or(event.progress());
         self.control.block(TaskPhase::Computing, done as u64, total as u64)
     }
 

@@ -135,6 +135,8 @@ impl<S> Executor<S> {
                 name: declarations.name(),
                 role: declarations.role(),
                 resident: bound.is_some(),
+                part: 0,
+                parts: slot.segment.parts(state),
             };
             if observer.on_segment(&event).is_break() {
                 return Err(ExecutorError::Cancelled { segment: declarations.name().into() });
@@ -151,7 +153,10 @@ impl<S> Executor<S> {
                     Arc::new(bindings)
                 }
             };
-            slot.segment.run(&bindings, state)?;
+            let mut go_on = |part| observer.on_segment(&SegmentEvent { part, ..event });
+            if slot.segment.run_in_parts(&bindings, state, &mut go_on)?.is_break() {
+                return Err(ExecutorError::Cancelled { segment: declarations.name().into() });
+            }
         }
         Ok(stats)
     }
