@@ -19,9 +19,9 @@ use crate::connect::{self, ConnectError, Trust};
 use crate::{CallError, Events};
 
 /// For calls that the daemon answers from memory.
-const QUICK: Duration = Duration::from_secs(10);
+pub(crate) const QUICK: Duration = Duration::from_secs(10);
 /// For calls that read model files first, possibly from a cold disk.
-const SLOW: Duration = Duration::from_secs(120);
+pub(crate) const SLOW: Duration = Duration::from_secs(120);
 /// The daemon's bound on a cancellation is a few seconds; more means that it hangs.
 const CANCEL: Duration = Duration::from_secs(15);
 
@@ -29,9 +29,9 @@ const CANCEL: Duration = Duration::from_secs(15);
 /// [`CallError::Lost`].
 #[derive(Debug, Clone)]
 pub struct Client {
-    endpoint: Endpoint,
+    pub(crate) endpoint: Endpoint,
     generation: GenerationClient<Channel>,
-    control: ControlClient<Channel>,
+    pub(crate) control: ControlClient<Channel>,
 }
 
 impl Client {
@@ -63,7 +63,7 @@ impl Client {
         &self.endpoint
     }
 
-    async fn call<T>(
+    pub(crate) async fn call<T>(
         &self,
         what: &'static str,
         limit: Duration,

@@ -1,6 +1,8 @@
 //! Samplers, schedules, stages and states as people write them.
 
-use sd_proto::v1::{FailureReason, JobState, LeasePurpose, LeaseState, Sampler, Schedule, Stage, WorkerState};
+use sd_proto::v1::{
+    DecisionKind, FailureReason, JobState, LeasePurpose, LeaseState, OffloadMode, Sampler, Schedule, Stage, WorkerState,
+};
 
 /// A sampler's canonical name, what else it is called, and what it is.
 struct SamplerName {
@@ -235,6 +237,60 @@ pub fn failure_reason(reason: FailureReason) -> &'static str {
     }
 }
 
+/// Offload modes by the names that users know.
+const MODES: [(OffloadMode, &str); 6] = [
+    (OffloadMode::Auto, "auto"),
+    (OffloadMode::None, "none"),
+    (OffloadMode::CondOnly, "cond_only"),
+    (OffloadMode::CondDiffusion, "cond_diffusion"),
+    (OffloadMode::Aggressive, "aggressive"),
+    (OffloadMode::LayerStreaming, "layer_streaming"),
+];
+
+/// Every offload mode's name.
+pub fn offload_modes() -> impl Iterator<Item = &'static str> {
+    MODES.iter().map(|(_, name)| *name)
+}
+
+/// An offload mode's name; "as configured" where it is not chosen.
+pub fn offload_mode(mode: OffloadMode) -> &'static str {
+    MODES.iter().find(|(other, _)| *other == mode).map_or("as configured", |(_, name)| name)
+}
+
+/// Reads an offload mode's name, with dashes or underscores.
+///
+/// # Errors
+/// [`UnknownName`] lists all names.
+pub fn parse_offload_mode(text: &str) -> Result<OffloadMode, UnknownName> {
+    let same = |name: &str| reduce(name) == reduce(text);
+    MODES.iter().find(|(_, name)| same(name)).map(|(mode, _)| *mode).ok_or_else(|| UnknownName {
+        kind: "offload mode",
+        text: text.into(),
+        choices: MODES.map(|(_, name)| name).join(", "),
+    })
+}
+
+/// What a decision about memory was, as one word.
+pub fn decision_kind(kind: DecisionKind) -> &'static str {
+    match kind {
+        DecisionKind::Unspecified => "note",
+        DecisionKind::Waits => "waits",
+        DecisionKind::Granted => "granted",
+        DecisionKind::Refused => "refused",
+        DecisionKind::TakesBack => "takes_back",
+        DecisionKind::Proven => "proven",
+        DecisionKind::Killed => "killed",
+        DecisionKind::Overdraft => "overdraft",
+        DecisionKind::Capacity => "capacity",
+        DecisionKind::Degraded => "degraded",
+        DecisionKind::Recovered => "recovered",
+        DecisionKind::Keeps => "keeps",
+        DecisionKind::Retries => "retries",
+        DecisionKind::Quarantined => "quarantined",
+        DecisionKind::Cached => "cached",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -275,6 +331,16 @@ mod tests {
         all.sort_unstable();
         all.dedup();
         assert_eq!(all.len(), total);
+    }
+
+    #[test]
+    fn offload_modes_are_read_in_either_spelling() {
+        for name in offload_modes() {
+            assert_eq!(offload_mode(parse_offload_mode(name).unwrap()), name);
+        }
+        assert_eq!(parse_offload_mode("Layer-Streaming"), Ok(OffloadMode::LayerStreaming));
+        let error = parse_offload_mode("lazy").unwrap_err().to_string();
+        assert!(offload_modes().all(|name| error.contains(name)), "{error}");
     }
 
     #[test]

@@ -1,5 +1,9 @@
 //! What may stand on the command line.
 
+mod explain;
+mod memory;
+mod operate;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -9,12 +13,18 @@ use sd_client::Endpoint;
 use sd_client::names;
 use sd_client::proto::{Sampler, Schedule};
 
+pub(super) use explain::{ConfigArgs, ConfigCommand, EventsArgs, FitArgs, LeasesArgs, WhyArgs};
+pub(super) use memory::MemoryArgs;
+pub(super) use operate::{LoadArgs, PinArgs, QuarantineArgs, QuarantineCommand, ReleaseArgs, StageName, UnloadArgs};
+
 const EXAMPLES: &str = "\
 Examples:
   sdctl generate \"a red heart\"             one picture into this folder
   sdctl generate \"a cat\" -n 4 -o cats/     four pictures into a folder
   sdctl models                             what can be used with -m
   sdctl jobs --all                         what ran here
+  sdctl why JOB                            where its time went, and what was moved for it
+  sdctl fit default -W 1024 -H 1024        whether that fits, and what would
   sdctl doctor                             what is wrong with this machine
 
 Where the daemon is looked for: --endpoint, SDCTL_ENDPOINT, the system's socket (/run/sdd/sdd.sock), the user's \
@@ -68,13 +78,33 @@ pub(super) enum Command {
     /// List the daemon's worker processes
     Ps,
     /// List who holds how much memory on which device
-    Leases,
+    Leases(LeasesArgs),
     /// Show the daemon, its devices and their memory
     Status,
     /// Cancel a job
     Cancel(JobArgs),
     /// Let the daemon finish its jobs, take no new ones, and end
     Drain(DrainArgs),
+    /// Explain a job: when it waited for whom, what was moved for it, where its time went
+    Why(WhyArgs),
+    /// Show what is decided about memory
+    Events(EventsArgs),
+    /// Say whether a request fits, and what would, without running it
+    Fit(Box<FitArgs>),
+    /// Bring a model onto its device
+    Load(LoadArgs),
+    /// Take a model off its device
+    Unload(UnloadArgs),
+    /// Keep a model from being taken off for others
+    Pin(PinArgs),
+    /// Let a pinned model be taken off again
+    Unpin(PinArgs),
+    /// Give a device to other programs
+    Release(ReleaseArgs),
+    /// Show or clear stages that are held back because they kill their workers
+    Quarantine(QuarantineArgs),
+    /// Show the daemon's configuration
+    Config(ConfigArgs),
     /// Check this machine: programs, daemon, memory, leftovers
     Doctor(DoctorArgs),
     /// Print a completion script for a shell
@@ -89,6 +119,7 @@ Examples:
   sdctl generate \"a cat\" -n 4 -o 'cats/{prompt}-{n:02}-{seed}.png'
   sdctl generate \"a dog\" --init-img cat.png --strength 0.6
   sdctl generate \"a hat\" --init-img cat.png --mask where.png
+  sdctl generate \"a forest\" -W 1024 -H 1024 --offload-mode layer_streaming --vae-tiling
   sdctl generate \"a pizza\" -o - | display
   cat prompt.txt | sdctl generate - --json
 
@@ -167,6 +198,9 @@ pub(super) struct GenerateArgs {
     /// How much of the picture is replaced, above 0 up to 1 [default: 0.8; with a mask 1]
     #[arg(long, requires = "init_img", allow_negative_numbers = true, help_heading = "From a picture")]
     pub(super) strength: Option<f64>,
+
+    #[command(flatten)]
+    pub(super) memory: MemoryArgs,
 
     /// File, pattern or folder for the pictures; - writes one to stdout [default: like a-red-heart-1234.png]
     #[arg(short, long, value_name = "PATTERN", help_heading = "Output")]
@@ -300,128 +334,4 @@ pub(super) struct CompletionsArgs {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use clap::CommandFactory as _;
-
-    fn parse(args: &[&str]) -> Result<Arguments, clap::Error> {
-        Arguments::try_parse_from(["sdctl"].iter().chain(args))
-    }
-
-    #[test]
-    fn the_definition_is_sound() {
-        Arguments::command().debug_assert();
-    }
-
-    #[test]
-    fn every_command_explains_itself() {
-        let mut command = Arguments::command();
-        // Hands the common options down to every subcommand.
-        command.build();
-        let names: Vec<String> = command.get_subcommands().map(|c| c.get_name().to_owned()).collect();
-        for expected in "generate models jobs watch ps leases status cancel drain inspect doctor completions".split(' ')
-        {
-            assert!(names.iter().any(|name| name == expected), "{expected} is missing among {names:?}");
-        }
-        for name in names.into_iter().filter(|name| name != "help") {
-            let sub = command.find_subcommand_mut(&name).unwrap();
-            assert!(sub.get_about().is_some(), "{name}");
-            for argument in sub.get_arguments() {
-                assert!(argument.get_help().is_some(), "{name} {}", argument.get_id());
-            }
-        }
-        let help = command.find_subcommand_mut("generate").unwrap().render_long_help().to_string();
-        for part in [
-            "--model",
-            "--count",
-            "--negative",
-            "--width",
-            "--height",
-            "--steps",
-            "--cfg",
-            "--seed",
-            "--sampler",
-            "--schedule",
-            "--zero-snr",
-            "--eta",
-            "--cfg-rescale",
-            "--clip-skip",
-            "--no-emphasis",
-            "--init-img",
-            "--mask",
-            "--strength",
-            "--output",
-            "--force",
-            "--keep",
-            "--show",
-            "--endpoint",
-            "--json",
-            "--quiet",
-            "Examples:",
-            "dpmpp_2m_sde",
-            "sgm_uniform",
-            "{seed}",
-            "{n:03}",
-        ] {
-            assert!(help.contains(part), "generate --help lacks {part}");
-        }
-    }
-
-    #[test]
-    fn a_full_command_line_is_read() {
-        let line = [
-            "generate",
-            "a cat",
-            "-m",
-            "sd15",
-            "-n",
-            "2",
-            "--negative",
-            "-blurry",
-            "-W",
-            "512",
-            "-H",
-            "768",
-            "--steps",
-            "9",
-            "--cfg",
-            "7.5",
-            "--seed",
-            "18446744073709551615",
-            "--sampler",
-            "DPM++ 2M Karras",
-            "--zero-snr",
-            "--endpoint",
-            "unix:/x.sock",
-            "-o",
-            "x.png",
-            "--force",
-            "--show",
-            "never",
-        ];
-        let Command::Generate(args) = parse(&line).unwrap().command else { panic!("not generate") };
-        let expected = SamplerChoice { sampler: Sampler::Dpmpp2m, schedule: Some(Schedule::Karras) };
-        assert_eq!(args.sampler, Some(expected));
-        assert_eq!((args.seed, args.zero_snr, args.height), (Some(u64::MAX), Some(true), Some(768)));
-        assert_eq!(args.negative.as_deref(), Some("-blurry"));
-        let Command::Generate(args) = parse(&["generate", "--zero-snr=false", "x"]).unwrap().command else { panic!() };
-        assert_eq!((args.zero_snr, args.prompt.as_deref()), (Some(false), Some("x")));
-    }
-
-    #[test]
-    fn bad_lines_are_refused() {
-        for line in [
-            &["generate"][..],
-            &["generate", "x", "--sampler", "plms"],
-            &["generate", "x", "--mask", "m.png"],
-            &["generate", "x", "-n", "0"],
-            &["generate", "x", "--endpoint", "nonsense"],
-            &["generate", "x", "--prompt-file", "y"],
-            &["drain", "--timeout", "soon"],
-        ] {
-            assert!(parse(line).is_err(), "{line:?}");
-        }
-        let error = parse(&["generate", "x", "--sampler", "plms"]).unwrap_err().to_string();
-        assert!(error.contains("dpmpp_2m_sde") && error.contains("unipc"), "{error}");
-    }
-}
+mod tests;

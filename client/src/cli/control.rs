@@ -34,19 +34,33 @@ pub(super) async fn status(global: &Global) -> Result<ProgramExit, Trouble> {
         human::bytes(status.shared_memory_bytes),
         human::bytes(status.shared_memory_free_bytes),
     ))?;
-    let mut table = Table::new(&["DEVICE", "NAME", ">TOTAL", ">BUDGET", ">LEASED", ">UNPROVEN", "STATE"]);
+    let mut table = Table::new(&["DEVICE", "NAME", ">TOTAL", ">BUDGET", ">CAPACITY", ">LEASED", ">UNPROVEN", "STATE"]);
     for device in &status.devices {
         table.row([
             device.id.clone(),
             device.name.clone(),
             human::bytes(device.total_bytes),
             human::bytes(device.budget_bytes),
+            human::bytes(device.capacity_bytes),
             human::bytes(device.leased_bytes),
             human::bytes(device.unproven_bytes),
-            if device.degraded { "degraded".into() } else { "ok".into() },
+            match &device.held_until {
+                Some(until) => format!("given to other programs until {until}"),
+                None if device.degraded => "degraded".into(),
+                None => "ok".into(),
+            },
         ]);
     }
     screen::out(table.render())?;
+    let mut foreign = Table::new(&["DEVICE", ">PID", "OTHER PROGRAM", ">HOLDS"]);
+    for (device, process) in status.devices.iter().flat_map(|d| d.foreign.iter().map(move |process| (d, process))) {
+        let (pid, bytes) = (process.pid.to_string(), human::bytes(process.bytes));
+        foreign.row([device.id.clone(), pid, process.name.clone(), bytes]);
+    }
+    if !foreign.is_empty() {
+        screen::out("")?;
+        screen::out(foreign.render())?;
+    }
     Ok(ProgramExit::Success)
 }
 

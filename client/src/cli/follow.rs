@@ -129,6 +129,9 @@ impl Follower {
                 self.progress.finish();
                 if !self.quiet && !self.json {
                     screen::say(summary(&self.seeds, self.steps, &succeeded.timings.clone().unwrap_or_default()));
+                    if !succeeded.degraded.is_empty() {
+                        screen::say(format_args!("sdctl: not as planned: {}", human::lines(&succeeded.degraded)));
+                    }
                 }
                 return Ok(Some(Outcome::Succeeded));
             }

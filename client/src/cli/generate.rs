@@ -297,12 +297,12 @@ fn build(args: &GenerateArgs) -> Result<ImageRequest, Trouble> {
         init_image: picture(&args.init_img, "initial picture")?,
         mask: picture(&args.mask, "mask")?,
         strength: args.strength,
-        memory: None,
+        memory: args.memory.request(),
     })
 }
 
 /// On the wire zero means the model's own; on the command line it is a mistake.
-fn positive(pixels: Option<u32>, flag: &str) -> Result<u32, Trouble> {
+pub(super) fn positive(pixels: Option<u32>, flag: &str) -> Result<u32, Trouble> {
     match pixels {
         Some(0) => Err(Trouble::usage(format!("{flag} must be above zero: leave it out for the model's own"))),
         Some(pixels) => Ok(pixels),

@@ -1,6 +1,8 @@
 //! What `--json` prints: the messages of the interface with names for numbers of enums, seconds for durations, RFC 3339 for
 //! times, and no file contents.
 
+mod memory;
+
 use std::path::Path;
 
 use sd_client::names;
@@ -12,6 +14,8 @@ use sd_client::proto::{
 use serde_json::{Map, Value, json};
 
 use super::human;
+
+pub(super) use memory::{config, decision, explanation, fit, loaded, memory, quarantined};
 
 fn seconds(duration: Option<&prost_types::Duration>) -> Value {
     duration.map_or(Value::Null, |d| json!(human::wire_duration(Some(d)).as_secs_f64()))
@@ -51,13 +55,14 @@ pub(super) fn request(request: &ImageRequest) -> Value {
         ("init_image_bytes", json!(file(&request.init_image))),
         ("mask_bytes", json!(file(&request.mask))),
         ("strength", json!(request.strength)),
+        ("memory", request.memory.as_ref().map_or(Value::Null, memory)),
     ])
 }
 
 fn plan(plan: &NumericPlan) -> Value {
     json!({
         "version": plan.version, "device": plan.device, "dtype": plan.dtype, "backend": plan.backend, "batch": plan.batch,
-        "vae_tile": plan.vae_tile,
+        "vae_tile": plan.vae_tile, "vae_tile_overlap": plan.vae_tile_overlap, "vae_dtype": plan.vae_dtype,
     })
 }
 
@@ -69,6 +74,14 @@ fn stage_timing(timing: &StageTiming) -> Value {
         ("loaded", seconds(timing.loaded.as_ref())),
         ("computed", seconds(timing.computed.as_ref())),
         ("total", seconds(timing.total.as_ref())),
+        ("resident_segments", json!((timing.segments > 0).then_some(timing.resident_segments))),
+        ("segments", json!((timing.segments > 0).then_some(timing.segments))),
+        ("streamed_bytes", json!(timing.streamed_bytes)),
+        ("peak_bytes", json!(timing.peak_bytes)),
+        ("leased_bytes", json!(timing.leased_bytes)),
+        ("cached", json!(timing.cached)),
+        ("retries", json!(timing.retries)),
+        ("resumed_at", json!(timing.resumed_at)),
     ])
 }
 
@@ -134,15 +147,15 @@ pub(super) fn event(event: &JobEvent, path: Option<&Path>) -> Value {
             ]),
         ),
         Some(Event::Succeeded(succeeded)) => {
-            ("succeeded", object([("timings", succeeded.timings.as_ref().map_or(Value::Null, timings))]))
+            let degraded = (!succeeded.degraded.is_empty()).then_some(&succeeded.degraded);
+            let timings = succeeded.timings.as_ref().map_or(Value::Null, timings);
+            ("succeeded", object([("timings", timings), ("degraded", json!(degraded))]))
         }
         Some(Event::Failed(failed)) => ("failed", failure(failed)),
         Some(Event::Cancelled(cancelled)) => ("cancelled", json!({ "reason": cancelled.reason })),
         Some(Event::Note(note)) => ("note", json!({ "text": note.text })),
-        Some(Event::Decision(decision)) => (
-            "decision",
-            json!({ "kind": decision.kind().as_str_name(), "bytes": decision.bytes, "text": decision.text }),
-        ),
+        // Its own number and time in a field of its own: those of the event are the job's.
+        Some(Event::Decision(made)) => ("decision", json!({ "decision": decision(made) })),
         None => ("unknown", json!({})),
     };
     let mut out = Map::new();
@@ -206,6 +219,7 @@ pub(super) fn worker(worker: &Worker) -> Value {
         "incarnation": worker.incarnation, "pid": worker.pid, "stage": worker.stage, "model": worker.model,
         "device": worker.device, "state": names::worker_state(worker.state()), "leased_bytes": worker.leased_bytes,
         "resident_bytes": worker.resident_bytes, "age": seconds(worker.age.as_ref()), "job_id": worker.job_id,
+        "weights_bytes": worker.weights_bytes, "weights_total_bytes": worker.weights_total_bytes, "pinned": worker.pinned,
     })
 }
 
@@ -225,6 +239,8 @@ pub(super) fn status(status: &GetStatusResponse, found: &str) -> Value {
         json!({
             "id": d.id, "name": d.name, "total_bytes": d.total_bytes, "budget_bytes": d.budget_bytes,
             "leased_bytes": d.leased_bytes, "unproven_bytes": d.unproven_bytes, "degraded": d.degraded,
+            "capacity_bytes": d.capacity_bytes, "held_until": time(d.held_until.as_ref()),
+            "foreign": d.foreign.iter().map(memory::foreign).collect::<Vec<_>>(),
         })
     };
     json!({

@@ -1,4 +1,4 @@
-//! `sdctl models`, `inspect`, `jobs`, `ps` and `leases`.
+//! `sdctl models`, `inspect`, `jobs` and `ps`, and what all lists share.
 
 use sd_client::proto::{Job, JobState, Model};
 use sd_client::{CallError, Client, Notice, Places, Session, StartPolicy, names};
@@ -26,7 +26,10 @@ fn tell(global: &Global, notice: Notice) {
 }
 
 /// Asks a daemon, or a private one where none runs. One that goes away meanwhile is replaced once.
-async fn ask<T>(global: &Global, question: impl AsyncFn(&Client) -> Result<T, CallError>) -> Result<T, Trouble> {
+pub(super) async fn ask<T>(
+    global: &Global,
+    question: impl AsyncFn(&Client) -> Result<T, CallError>,
+) -> Result<T, Trouble> {
     let places = Places::from_environment(global.endpoint.clone())?;
     let policy = StartPolicy { verbose: global.verbose, ..StartPolicy::default() };
     let mut again = true;
@@ -42,12 +45,12 @@ async fn ask<T>(global: &Global, question: impl AsyncFn(&Client) -> Result<T, Ca
     }
 }
 
-fn print_json(values: impl IntoIterator<Item = Value>) -> Result<ProgramExit, Trouble> {
+pub(super) fn print_json(values: impl IntoIterator<Item = Value>) -> Result<ProgramExit, Trouble> {
     screen::out(format_args!("{:#}", Value::Array(values.into_iter().collect())))?;
     Ok(ProgramExit::Success)
 }
 
-fn print_table(global: &Global, table: &Table, nothing: &str) -> Result<ProgramExit, Trouble> {
+pub(super) fn print_table(global: &Global, table: &Table, nothing: &str) -> Result<ProgramExit, Trouble> {
     if !table.is_empty() {
         screen::out(table.render())?;
     } else if !global.quiet {
@@ -57,7 +60,7 @@ fn print_table(global: &Global, table: &Table, nothing: &str) -> Result<ProgramE
 }
 
 /// An empty cell reads as an error; a dash says that there is nothing.
-fn or_dash(text: impl Into<String>) -> String {
+pub(super) fn or_dash(text: impl Into<String>) -> String {
     let text = text.into();
     if text.is_empty() { "-".into() } else { text }
 }
@@ -180,16 +183,23 @@ pub(super) async fn workers(global: &Global) -> Result<ProgramExit, Trouble> {
     if global.json {
         return print_json(workers.iter().map(json::worker));
     }
-    let mut table =
-        Table::new(&[">WORKER", ">PID", "STAGE", "MODEL", "DEVICE", "STATE", ">LEASED", ">USED", ">AGE", "JOB"]);
+    let mut table = Table::new(&[
+        ">WORKER", ">PID", "STAGE", "MODEL", "DEVICE", "STATE", ">WEIGHTS", ">LEASED", ">USED", ">AGE", "JOB",
+    ]);
     for worker in &workers {
+        let weights = match worker.weights_total_bytes {
+            0 => "-".into(),
+            all => format!("{} of {}", human::bytes(worker.weights_bytes), human::bytes(all)),
+        };
+        let pinned = if worker.pinned { ", pinned" } else { "" };
         table.row([
             worker.incarnation.to_string(),
             worker.pid.to_string(),
             worker.stage.clone(),
             worker.model.clone(),
             worker.device.clone(),
-            names::worker_state(worker.state()).into(),
+            format!("{}{pinned}", names::worker_state(worker.state())),
+            weights,
             human::bytes(worker.leased_bytes),
             human::bytes(worker.resident_bytes),
             human::duration(human::wire_duration(worker.age.as_ref())),
@@ -197,27 +207,4 @@ pub(super) async fn workers(global: &Global) -> Result<ProgramExit, Trouble> {
         ]);
     }
     print_table(global, &table, "no workers")
-}
-
-/// `sdctl leases`.
-pub(super) async fn leases(global: &Global) -> Result<ProgramExit, Trouble> {
-    let leases = existing(global).await?.client().leases().await?;
-    if global.json {
-        return print_json(leases.iter().map(json::lease));
-    }
-    let mut table = Table::new(&[">LEASE", "DEVICE", "HOLDER", ">WORKER", "PURPOSE", ">BYTES", "STATE", ">AGE", "JOB"]);
-    for lease in &leases {
-        table.row([
-            lease.id.to_string(),
-            lease.device.clone(),
-            or_dash(&lease.holder),
-            lease.incarnation.to_string(),
-            names::lease_purpose(lease.purpose()).into(),
-            human::bytes(lease.bytes),
-            names::lease_state(lease.state()).into(),
-            human::duration(human::wire_duration(lease.age.as_ref())),
-            or_dash(&lease.job_id),
-        ]);
-    }
-    print_table(global, &table, "no leases")
 }

@@ -4,21 +4,26 @@ mod args;
 mod completions;
 mod control;
 mod doctor;
+mod events;
+mod fit;
 mod follow;
 mod generate;
 mod human;
 mod input;
 mod interrupts;
 mod json;
+mod leases;
 mod lists;
 mod machine;
 mod naming;
+mod operate;
 mod progress;
 mod report;
 mod screen;
 mod show;
 mod table;
 mod watch;
+mod why;
 
 use clap::Parser as _;
 use sd_proto::exit::ProgramExit;
@@ -58,10 +63,20 @@ async fn dispatch(arguments: Arguments) -> Result<ProgramExit, Trouble> {
         Command::Inspect(args) => lists::inspect(global, &args.model).await,
         Command::Jobs(args) => lists::jobs(global, args).await,
         Command::Ps => lists::workers(global).await,
-        Command::Leases => lists::leases(global).await,
+        Command::Leases(args) => leases::run(global, args).await,
         Command::Status => control::status(global).await,
         Command::Cancel(args) => control::cancel(global, &args.job).await,
         Command::Drain(args) => control::drain(global, args).await,
+        Command::Why(args) => why::run(global, args).await,
+        Command::Events(args) => events::run(global, args).await,
+        Command::Fit(args) => fit::run(global, *args).await,
+        Command::Load(args) => operate::load(global, args).await,
+        Command::Unload(args) => operate::unload(global, args).await,
+        Command::Pin(args) => operate::pin(global, args, true).await,
+        Command::Unpin(args) => operate::pin(global, args, false).await,
+        Command::Release(args) => operate::release(global, args).await,
+        Command::Quarantine(args) => operate::quarantine(global, args).await,
+        Command::Config(args) => fit::config(global, args).await,
         Command::Doctor(args) => doctor::run(global, args).await,
         Command::Completions(args) => completions::run(args),
     }

@@ -2,4 +2,5 @@
 
 mod commands;
 mod generate;
+mod memory;
 mod support;

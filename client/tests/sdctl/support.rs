@@ -34,6 +34,32 @@ pub(crate) struct Fake {
     pub(crate) hanging: Mutex<Option<Events>>,
     pub(crate) draining: bool,
     pub(crate) refusals: AtomicU32,
+    /// What operators asked for, as text.
+    pub(crate) operated: Mutex<Vec<String>>,
+    pub(crate) fits: Mutex<Vec<ImageRequest>>,
+    /// Leases of the next answers, the last of them for ever; none: one lease.
+    pub(crate) leases: Mutex<Vec<Vec<Lease>>>,
+    /// Decisions that are yet to come, for those who follow; the stream ends when the sender is dropped.
+    pub(crate) news: Mutex<Option<mpsc::Receiver<Decision>>>,
+}
+
+impl Fake {
+    fn note(&self, text: String) {
+        self.operated.lock().unwrap().push(text);
+    }
+}
+
+/// A decision as the pretence remembers it.
+pub(crate) fn decision(sequence: u64, kind: DecisionKind, text: &str) -> Decision {
+    let time = Some(prost_types::Timestamp { seconds: 1_800_000_000, nanos: sequence as i32 * 1_000_000 });
+    let (job_id, device) = (JOB.into(), "cpu".into());
+    let (text, rung) = (text.into(), "retire".into());
+    Decision { sequence, time, kind: kind.into(), job_id, device, bytes: 3 << 20, rung, text, ..Default::default() }
+}
+
+pub(crate) fn lease(id: u64, bytes: u64) -> Lease {
+    let (purpose, state) = (LeasePurpose::Weights.into(), LeaseState::Granted.into());
+    Lease { id, device: "cpu".into(), purpose, state, bytes, ..Default::default() }
 }
 
 /// A picture of `index`, as bytes of a PNG file.
@@ -232,67 +258,151 @@ impl Control for Served {
     }
 
     async fn list_leases(&self, _: Request<ListLeasesRequest>) -> Result<Response<ListLeasesResponse>, Status> {
-        let (purpose, state) = (LeasePurpose::Weights.into(), LeaseState::Granted.into());
-        let lease = Lease { id: 9, device: "cpu".into(), purpose, state, bytes: 3 << 20, ..Default::default() };
-        Ok(Response::new(ListLeasesResponse { leases: vec![lease] }))
+        let mut answers = self.0.leases.lock().unwrap();
+        let leases = match answers.len() {
+            0 => vec![lease(9, 3 << 20)],
+            1 => answers[0].clone(),
+            _ => answers.remove(0),
+        };
+        Ok(Response::new(ListLeasesResponse { leases }))
     }
 
     async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
         Ok(Response::new(DrainResponse { jobs_finished: 2, jobs_cancelled: 1 }))
     }
 
-    async fn load_model(&self, _: Request<LoadModelRequest>) -> Result<Response<LoadModelResponse>, Status> {
-        Ok(Response::new(LoadModelResponse::default()))
+    async fn load_model(&self, request: Request<LoadModelRequest>) -> Result<Response<LoadModelResponse>, Status> {
+        let LoadModelRequest { model, stages } = request.into_inner();
+        self.0.note(format!("load {model} {stages:?}"));
+        if model == "huge" {
+            let mut details = ErrorDetails::new();
+            details.set_error_info("DOES_NOT_FIT", "sdd", std::collections::HashMap::<String, String>::new());
+            return Err(Status::with_error_details(Code::ResourceExhausted, "it needs more than there is", details));
+        }
+        let stage =
+            LoadedStage { stage: "vae".into(), incarnation: 3, weights_bytes: 1 << 20, weights_total_bytes: 2 << 20 };
+        Ok(Response::new(LoadModelResponse { stages: vec![stage] }))
     }
 
-    async fn unload_model(&self, _: Request<UnloadModelRequest>) -> Result<Response<UnloadModelResponse>, Status> {
-        Ok(Response::new(UnloadModelResponse::default()))
+    async fn unload_model(
+        &self,
+        request: Request<UnloadModelRequest>,
+    ) -> Result<Response<UnloadModelResponse>, Status> {
+        let UnloadModelRequest { model, stages } = request.into_inner();
+        self.0.note(format!("unload {model} {stages:?}"));
+        let workers = if model == "absent" { 0 } else { 2 };
+        Ok(Response::new(UnloadModelResponse { bytes: 5 << 20, workers }))
     }
 
-    async fn pin_model(&self, _: Request<PinModelRequest>) -> Result<Response<PinModelResponse>, Status> {
+    async fn pin_model(&self, request: Request<PinModelRequest>) -> Result<Response<PinModelResponse>, Status> {
+        let PinModelRequest { model, pinned } = request.into_inner();
+        self.0.note(format!("pin {model} {pinned}"));
+        if model == "forbidden" {
+            return Err(Status::permission_denied("only the daemon's own user and root may do this"));
+        }
         Ok(Response::new(PinModelResponse {}))
     }
 
     async fn release_device(
         &self,
-        _: Request<ReleaseDeviceRequest>,
+        request: Request<ReleaseDeviceRequest>,
     ) -> Result<Response<ReleaseDeviceResponse>, Status> {
-        Ok(Response::new(ReleaseDeviceResponse::default()))
+        let ReleaseDeviceRequest { device, hold } = request.into_inner();
+        self.0.note(format!("release {device} {:?}", hold.map(|hold| hold.seconds)));
+        Ok(Response::new(ReleaseDeviceResponse { bytes: 7 << 20, workers: 1 }))
     }
 
-    async fn fit(&self, _: Request<FitRequest>) -> Result<Response<FitResponse>, Status> {
-        Ok(Response::new(FitResponse::default()))
+    async fn fit(&self, request: Request<FitRequest>) -> Result<Response<FitResponse>, Status> {
+        let image = request.into_inner().image.unwrap();
+        let fits = image.width <= 512;
+        self.0.fits.lock().unwrap().push(image);
+        let stage = StageFit {
+            stage: Stage::Decode.into(),
+            device: "cpu".into(),
+            context_bytes: 1 << 20,
+            weights_bytes: 6 << 20,
+            weights_floor_bytes: 2 << 20,
+            working_set_bytes: 4 << 20,
+            source: "formula".into(),
+        };
+        Ok(Response::new(FitResponse {
+            fits,
+            stages: vec![stage],
+            device: "cpu".into(),
+            budget_bytes: 1 << 30,
+            mode: "none".into(),
+            fitting_mode: if fits { "none".into() } else { "layer_streaming".into() },
+            largest_width: 512,
+            largest_height: 512,
+            advice: "decode in tiles".into(),
+            plan: None,
+        }))
     }
 
     async fn show_config(&self, _: Request<ShowConfigRequest>) -> Result<Response<ShowConfigResponse>, Status> {
-        Ok(Response::new(ShowConfigResponse::default()))
+        let value = |key: &str, value: &str, origin: &str| ConfigValue {
+            key: key.into(),
+            value: value.into(),
+            origin: origin.into(),
+        };
+        let values = vec![value("threads", "4", "default"), value("memory.offload", "\"ram\"", "preset 16gb")];
+        Ok(Response::new(ShowConfigResponse { values }))
     }
 
-    async fn explain_job(&self, _: Request<ExplainJobRequest>) -> Result<Response<ExplainJobResponse>, Status> {
-        Ok(Response::new(ExplainJobResponse::default()))
+    async fn explain_job(&self, request: Request<ExplainJobRequest>) -> Result<Response<ExplainJobResponse>, Status> {
+        if request.into_inner().job_id != JOB {
+            return Err(Status::not_found("there is no such job"));
+        }
+        let decisions = vec![
+            decision(1, DecisionKind::Waits, "vae of tiny waits for 3.0 MiB"),
+            decision(2, DecisionKind::TakesBack, "text of tiny must retire (3.0 MiB) for vae of tiny"),
+        ];
+        let stage = StageTiming { stage: Stage::Encode.into(), cached: true, ..Default::default() };
+        let timings = JobTimings { queued: duration(0), total: duration(2000), stages: vec![stage] };
+        let submitted = Some(prost_types::Timestamp { seconds: 1_800_000_000, nanos: 0 });
+        let job = Job { timings: Some(timings), submitted, finished: submitted, ..job() };
+        Ok(Response::new(ExplainJobResponse { job: Some(job), decisions }))
     }
 
     async fn list_quarantine(
         &self,
         _: Request<ListQuarantineRequest>,
     ) -> Result<Response<ListQuarantineResponse>, Status> {
-        Ok(Response::new(ListQuarantineResponse::default()))
+        let entry = Quarantined {
+            model: "tiny".into(),
+            stage: "vae".into(),
+            deaths: 3,
+            reason: "killed by SIGSEGV".into(),
+            stderr: vec!["last words".into()],
+            ..Default::default()
+        };
+        Ok(Response::new(ListQuarantineResponse { entries: vec![entry] }))
     }
 
     async fn clear_quarantine(
         &self,
-        _: Request<ClearQuarantineRequest>,
+        request: Request<ClearQuarantineRequest>,
     ) -> Result<Response<ClearQuarantineResponse>, Status> {
-        Ok(Response::new(ClearQuarantineResponse::default()))
+        let ClearQuarantineRequest { model, stage } = request.into_inner();
+        self.0.note(format!("clear {model:?} {stage:?}"));
+        Ok(Response::new(ClearQuarantineResponse { cleared: 1 }))
     }
 
     type WatchDecisionsStream = Pin<Box<dyn Stream<Item = Result<WatchDecisionsResponse, Status>> + Send>>;
 
     async fn watch_decisions(
         &self,
-        _: Request<WatchDecisionsRequest>,
+        request: Request<WatchDecisionsRequest>,
     ) -> Result<Response<Self::WatchDecisionsStream>, Status> {
-        Ok(Response::new(Box::pin(tokio_stream::empty())))
+        let wrap = |decision| Ok(WatchDecisionsResponse { decision: Some(decision) });
+        let past =
+            tokio_stream::iter([decision(1, DecisionKind::Granted, "vae of tiny was granted 3.0 MiB")]).map(wrap);
+        let follow = request.into_inner().follow;
+        let news = if follow { self.0.news.lock().unwrap().take() } else { None };
+        Ok(Response::new(match news {
+            Some(news) => Box::pin(past.chain(ReceiverStream::new(news).map(wrap))),
+            None => Box::pin(past),
+        }))
     }
 }
 
