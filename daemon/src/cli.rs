@@ -80,6 +80,9 @@ pub struct Cli {
     /// Print the effective configuration, say where each value comes from, and exit
     #[arg(long)]
     pub print_config: bool,
+    /// Print the devices of this host as JSON (no daemon is needed) and exit
+    #[arg(long, hide = true)]
+    pub devices: bool,
     /// Serve one client's call: end when this inherited pipe closes and no other client's job is left
     #[arg(long, value_name = "N", hide = true)]
     pub private_owner_fd: Option<i32>,

@@ -36,6 +36,11 @@ fn start() -> Result<(), (ProgramExit, String)> {
         let adopted = number.map(adopt_descriptor).transpose();
         adopted.map_err(|error| usage(format!("{flag} {}: {error}", number.unwrap_or(-1))))
     };
+    if cli.devices {
+        let report = serde_json::to_string_pretty(&sdd::residency::device::report::Report::read());
+        println!("{}", report.map_err(|error| (ProgramExit::Internal, error.to_string()))?);
+        return Ok(());
+    }
     // First of all, while their numbers mean what they meant to whoever started us.
     let owner = adopt("--private-owner-fd", cli.private_owner_fd)?;
     let ready = adopt("--ready-fd", cli.ready_fd)?;

@@ -166,7 +166,7 @@ impl DeviceProbe for CpuProbe {
         Ok(Some(DeviceReading {
             total: host.total,
             free: host.available,
-            own: held,
+            own: Some(held),
             margin: MARGIN,
             processes: Processes::NotListed,
         }))
@@ -248,10 +248,10 @@ mod tests {
         let touched = vec![1u8; 64 << 20];
         let reading = CpuProbe.reading(&[own, 1 << 30]).unwrap().expect("the host can be asked");
         assert!(
-            reading.own >= touched.len() as u64 && reading.free > 0 && reading.free <= reading.total,
+            reading.own >= Some(touched.len() as u64) && reading.free > 0 && reading.free <= reading.total,
             "{reading:?}"
         );
-        assert_eq!(CpuProbe.reading(&[]).unwrap().unwrap().own, 0);
+        assert_eq!(CpuProbe.reading(&[]).unwrap().unwrap().own, Some(0));
     }
 
     #[test]

@@ -1,15 +1,25 @@
 //! What a device has, and what a process holds of it.
 //!
-//! * [`DeviceProbe`]: how a device is asked. [`CpuProbe`] asks the kernel.
+//! * [`DeviceProbe`]: how a device is asked. [`CpuProbe`] asks the kernel, [`GpuProbe`] a driver ([`GpuSource`], [`Nvml`]).
 //! * [`DeviceReading`]: a device as it stands, with what others use of it.
+//! * [`report`]: all that this host shows, for `sdd --devices`.
 
 mod cpu;
+mod gpu;
+mod host;
+mod nvml;
+pub mod report;
 
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 
 pub use self::cpu::{CpuProbe, HostMemory};
+pub use self::gpu::{
+    ComputeMode, DriverFacts, GpuError, GpuFacts, GpuList, GpuMemory, GpuProbe, GpuProcess, GpuSource, merge,
+};
+pub use self::host::HostFacts;
+pub use self::nvml::Nvml;
 use super::lease::Bytes;
 use super::ledger::Rules;
 use crate::ids::DeviceId;
@@ -24,6 +34,19 @@ pub trait DeviceProbe: Send + Sync + 'static {
     /// The device cannot be asked. That proves nothing: the bytes stay charged.
     fn process_bytes(&self, pid: u32) -> io::Result<Option<u64>>;
 
+    /// What the device shows of a process. Devices that show every process need not say more than
+    /// [`DeviceProbe::process_bytes`].
+    ///
+    /// # Errors
+    /// The device cannot be asked, or is lost. That proves nothing: the bytes stay charged.
+    fn process(&self, pid: u32) -> Result<Shown, ProbeError> {
+        match self.process_bytes(pid) {
+            Ok(Some(bytes)) => Ok(Shown::Bytes(bytes)),
+            Ok(None) => Ok(Shown::Nothing),
+            Err(error) => Err(ProbeError::Failed(error.to_string())),
+        }
+    }
+
     /// The device as it stands. `own` are the processes of this daemon that may hold bytes there; all others are foreign.
     /// `None` for a device that nobody shares: its capacity is its budget.
     ///
@@ -34,6 +57,20 @@ pub trait DeviceProbe: Send + Sync + 'static {
         let _ = own;
         Ok(None)
     }
+}
+
+/// What a device shows of one process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shown {
+    /// It holds so many bytes.
+    Bytes(u64),
+    /// It holds nothing: the device shows every process, and not this one.
+    Nothing,
+    /// The device does not show it, whatever it holds.
+    Hidden {
+        /// Bytes that nobody holds, which is all that is known.
+        free: u64,
+    },
 }
 
 /// Why a device does not answer.
@@ -54,8 +91,8 @@ pub struct DeviceReading {
     pub total: u64,
     /// Bytes that nobody holds.
     pub free: u64,
-    /// Bytes that this daemon's processes hold, by the device's own measure.
-    pub own: u64,
+    /// Bytes that this daemon's processes hold, by the device's own measure; `None` where it does not show them.
+    pub own: Option<u64>,
     /// Bytes that are not to be leased although they are free: what the measure may be wrong by.
     pub margin: u64,
     /// Whom the device shows.
@@ -63,9 +100,10 @@ pub struct DeviceReading {
 }
 
 impl DeviceReading {
-    /// Bytes that leases may hold together now: the budget, or what others leave of the device where that is less.
-    pub fn capacity(&self, budget: u64) -> u64 {
-        budget.min(self.free.saturating_add(self.own).saturating_sub(self.margin))
+    /// Bytes that leases may hold together now: the budget, or what others leave of the device where that is less. `said` is
+    /// what our own processes say that they hold; it counts where the device does not show them.
+    pub fn capacity(&self, budget: u64, said: u64) -> u64 {
+        budget.min(self.free.saturating_add(self.own.unwrap_or(said)).saturating_sub(self.margin))
     }
 
     /// Processes that are not this daemon's; empty where the device lists none.
@@ -175,10 +213,17 @@ mod tests {
 
     #[test]
     fn capacity_is_what_others_leave_and_never_more_than_the_budget() {
-        let reading = |free, own| DeviceReading { total: 100, free, own, margin: 5, processes: Processes::NotListed };
-        assert_eq!(reading(90, 0).capacity(50), 50);
-        assert_eq!(reading(10, 45).capacity(50), 50, "what our own processes hold is ours to lease");
-        assert_eq!(reading(10, 20).capacity(50), 25);
-        assert_eq!(reading(3, 0).capacity(50), 0);
+        let reading =
+            |free, own| DeviceReading { total: 100, free, own: Some(own), margin: 5, processes: Processes::NotListed };
+        assert_eq!(reading(90, 0).capacity(50, 0), 50);
+        assert_eq!(reading(10, 45).capacity(50, 0), 50, "what our own processes hold is ours to lease");
+        assert_eq!(reading(10, 20).capacity(50, 0), 25);
+        assert_eq!(reading(3, 0).capacity(50, 0), 0);
+        let unseen = DeviceReading { own: None, ..reading(10, 0) };
+        assert_eq!(
+            unseen.capacity(50, 20),
+            25,
+            "where the device does not show our processes, they speak for themselves"
+        );
     }
 }
