@@ -113,6 +113,7 @@ pub(super) fn assemble(folder: &Path, pipeline: &Pipeline, collected: Collected)
             latent_channels: vae.config.latent_channels,
             scale_factor: factor,
             scaling_factor: vae.config.scaling_factor,
+            force_upcast: vae.config.force_upcast,
         },
         sampler: sampler.name().into(),
         defaults: resolve_defaults(&unet.config, factor, sampler, defaults.unwrap_or_default()),
@@ -208,6 +209,7 @@ fn text_tasks(config: &ClipTextConfig) -> Vec<TaskReport> {
         bytes_per_pixel: 0,
         fixed_tokens: FIXED_TOKENS,
         bytes_per_token: per_token,
+        tiled: None,
     };
     vec![task(Task::Encode, &ClipTextModel::declarations(config), working_set)]
 }
@@ -220,6 +222,7 @@ fn denoise_task(config: &UnetConfig, factor: usize) -> TaskReport {
         bytes_per_pixel: PASS_ROWS * per_image_pixel(&flow, factor),
         fixed_tokens: FIXED_TOKENS,
         bytes_per_token: per_token,
+        tiled: None,
     };
     task(Task::Denoise, &Unet::declarations(config), working_set)
 }
@@ -232,6 +235,7 @@ fn vae_tasks(config: &AutoencoderKlConfig) -> Vec<TaskReport> {
             bytes_per_pixel: per_image_pixel(&flow, factor),
             fixed_tokens: 0,
             bytes_per_token: 0,
+            tiled: Some(AutoencoderKl::tile_cost(config, half)),
         };
         task(kind, &AutoencoderKl::declarations(config, half), working_set)
     };

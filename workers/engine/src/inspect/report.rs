@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::formats::Precision;
+use crate::models::{TileCost, TilePlan};
 
 /// Counts the changes to the engine that change a picture's bytes.
 pub const NUMERICS_VERSION: u32 = 1;
@@ -59,6 +60,8 @@ pub struct WorkingSet {
     pub fixed_tokens: u64,
     /// For each token beyond these.
     pub bytes_per_token: u64,
+    /// In tiles, beside `fixed_bytes`; absent where a task has none.
+    pub tiled: Option<TileCost>,
 }
 
 impl WorkingSet {
@@ -67,6 +70,16 @@ impl WorkingSet {
         let more = tokens.saturating_sub(self.fixed_tokens);
         let pixels = width.saturating_mul(height).saturating_mul(self.bytes_per_pixel);
         self.fixed_bytes.saturating_add(pixels).saturating_add(more.saturating_mul(self.bytes_per_token))
+    }
+
+    /// Bytes for an image of `width` × `height` in the tiles of `plan`.
+    pub fn bytes_in(&self, plan: &TilePlan, width: u64, height: u64) -> u64 {
+        match &self.tiled {
+            Some(tiled) if plan.cuts(width, height) => {
+                self.fixed_bytes.saturating_add(tiled.bytes(plan, width, height))
+            }
+            Some(_) | None => self.bytes(width, height, 0),
+        }
     }
 }
 
@@ -156,6 +169,8 @@ pub struct VaeReport {
     pub scale_factor: usize,
     /// See [`crate::models::AutoencoderKlConfig::scaling_factor`].
     pub scaling_factor: f64,
+    /// Whether its authors say that half precision overflows in it.
+    pub force_upcast: bool,
 }
 
 /// What a request that says nothing gets.

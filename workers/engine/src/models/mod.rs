@@ -9,7 +9,7 @@ mod error;
 mod layers;
 mod unet2d_condition;
 
-pub use autoencoder_kl::{AutoencoderKl, AutoencoderKlConfig, VaeHalf};
+pub use autoencoder_kl::{AutoencoderKl, AutoencoderKlConfig, TileCost, TilePlan, VaeHalf};
 pub use clip_text::{ClipTextConfig, ClipTextModel, ClipTextOutput};
 pub use config::ConfigError;
 pub use error::{LoadProgress, ModelError};

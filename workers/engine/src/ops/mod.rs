@@ -15,10 +15,12 @@ mod embedding;
 mod kernel;
 mod layout;
 mod linear;
+mod moments;
 mod norm;
 mod packed;
 mod pointwise;
 mod product;
+mod rounding;
 mod simd;
 mod tensor;
 mod thin;
@@ -31,9 +33,12 @@ pub use conv::{Conv2d, Padding, UpsampleConv2d, conv2d, conv2d_add, conv2d_upsam
 pub use embedding::timestep_embedding;
 pub use layout::{concat_channels, nchw_to_nhwc, nhwc_to_nchw, upsample_nearest2x};
 pub use linear::{Linear, linear, linear_add, linear_geglu};
+pub use moments::{ChannelMoments, GroupScale};
 pub use norm::{group_norm, layer_norm, rms_norm};
 pub use pointwise::{Activation, activate, add, geglu, silu};
+pub use rounding::{ComputeType, round};
 pub use simd::backend;
+pub use tensor::with_values;
 pub use threads::{install, set_threads, threads};
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::mem::MaybeUninit;
 
-use candle_core::{D, Result, Tensor, bail};
+use candle_core::{D, Result, Shape, Tensor, bail};
 
 use super::pointwise::{Activation, by_activation};
 use super::simd::{self, fma, simd, sum_by};
@@ -10,7 +10,7 @@ use super::tensor::{Shared, build_rows, to_vec, with_slice};
 use super::threads::parallel;
 
 /// Pixels whose statistics are summed in f32 before they are added up in f64. Fixed, so that threads do not change sums.
-const STATS_BLOCK: usize = 64;
+pub(super) const STATS_BLOCK: usize = 64;
 
 /// Elements that an inner loop should have.
 const WIDE_ROW: usize = 256;
@@ -49,26 +49,39 @@ pub fn group_norm(
     let pixels = x.elem_count() / (n * c);
     with_slice(x, |xs| {
         let (scale, shift) = affine(xs, n, pixels, c, groups, &weight, &bias, eps)?;
-        // Of few channels several pixels are taken as one, for loops that are worth their start.
-        let wide = c * WIDE_ROW.div_ceil(c);
-        let repeat = |v: Vec<f32>| -> Vec<f32> { v.chunks_exact(c).flat_map(|v| v.repeat(wide / c)).collect() };
-        let (scale, shift) = (repeat(scale), repeat(shift));
-        // SAFETY: each pixel of the output is written from its pixel of the input.
-        unsafe {
-            build_rows(n * pixels, c, 1200, x.shape(), |first, out| {
-                let mut done = 0;
-                // A piece may reach from one image into the next.
-                while done < out.len() {
-                    let row = first + done / c;
-                    let image = row / pixels;
-                    let len = ((image + 1) * pixels - row).min((out.len() - done) / c) * c;
-                    let affine = (&scale[image * wide..][..wide], &shift[image * wide..][..wide]);
-                    scale_shift(&xs[row * c..][..len], affine, &mut out[done..done + len], act);
-                    done += len;
-                }
-            })
-        }
+        normalise_groups(xs, x.shape(), n, c, (&scale, &shift), act)
     })
+}
+
+/// `act(x · scale + shift)` for `n` images of `c` channels, each with its own scale and shift of each channel.
+pub(super) fn normalise_groups(
+    xs: &[f32],
+    shape: &Shape,
+    n: usize,
+    c: usize,
+    (scale, shift): (&[f32], &[f32]),
+    act: Activation,
+) -> Result<Tensor> {
+    let pixels = xs.len() / (n * c);
+    // Of few channels several pixels are taken as one, for loops that are worth their start.
+    let wide = c * WIDE_ROW.div_ceil(c);
+    let repeat = |v: &[f32]| -> Vec<f32> { v.chunks_exact(c).flat_map(|v| v.repeat(wide / c)).collect() };
+    let (scale, shift) = (repeat(scale), repeat(shift));
+    // SAFETY: each pixel of the output is written from its pixel of the input.
+    unsafe {
+        build_rows(n * pixels, c, 1200, shape, |first, out| {
+            let mut done = 0;
+            // A piece may reach from one image into the next.
+            while done < out.len() {
+                let row = first + done / c;
+                let image = row / pixels;
+                let len = ((image + 1) * pixels - row).min((out.len() - done) / c) * c;
+                let affine = (&scale[image * wide..][..wide], &shift[image * wide..][..wide]);
+                scale_shift(&xs[row * c..][..len], affine, &mut out[done..done + len], act);
+                done += len;
+            }
+        })
+    }
 }
 
 /// For each image and channel, what to multiply by and then to add.
@@ -96,8 +109,6 @@ fn affine(
         moments(part, &image[..c], sum, squares);
     })?;
     let (mut scale, mut shift) = (vec![0f32; n * c], vec![0f32; n * c]);
-    let per = c / groups;
-    let count = pixels as f64;
     for image in 0..n {
         let origin = &xs[image * pixels * c..][..c];
         let mut total = vec![(0f64, 0f64); c];
@@ -107,23 +118,39 @@ fn affine(
                 total.1 += f64::from(block[c + i]);
             }
         }
-        for g in 0..groups {
-            let range = g * per..(g + 1) * per;
-            let mean_of = |i: usize| f64::from(origin[i]) + total[i].0 / count;
-            let mean = range.clone().map(mean_of).sum::<f64>() / per as f64;
-            let spread: f64 = range
-                .clone()
-                .map(|i| total[i].1 - total[i].0 * total[i].0 / count + count * (mean_of(i) - mean).powi(2))
-                .sum();
-            let inverse = 1.0 / (spread / (count * per as f64) + eps).sqrt();
-            for i in range {
-                let s = inverse * f64::from(weight[i]);
-                scale[image * c + i] = s as f32;
-                shift[image * c + i] = (f64::from(bias[i]) - mean * s) as f32;
-            }
-        }
+        let of = image * c..(image + 1) * c;
+        finish(origin, &total, pixels, groups, (weight, bias), eps, (&mut scale[of.clone()], &mut shift[of]));
     }
     Ok((scale, shift))
+}
+
+/// From what was summed up over `pixels` about `origin`, per channel, to what each channel is multiplied by and what is added.
+pub(super) fn finish(
+    origin: &[f32],
+    total: &[(f64, f64)],
+    pixels: usize,
+    groups: usize,
+    (weight, bias): (&[f32], &[f32]),
+    eps: f64,
+    (scale, shift): (&mut [f32], &mut [f32]),
+) {
+    let per = origin.len() / groups;
+    let count = pixels as f64;
+    for g in 0..groups {
+        let range = g * per..(g + 1) * per;
+        let mean_of = |i: usize| f64::from(origin[i]) + total[i].0 / count;
+        let mean = range.clone().map(mean_of).sum::<f64>() / per as f64;
+        let spread: f64 = range
+            .clone()
+            .map(|i| total[i].1 - total[i].0 * total[i].0 / count + count * (mean_of(i) - mean).powi(2))
+            .sum();
+        let inverse = 1.0 / (spread / (count * per as f64) + eps).sqrt();
+        for i in range {
+            let s = inverse * f64::from(weight[i]);
+            scale[i] = s as f32;
+            shift[i] = (f64::from(bias[i]) - mean * s) as f32;
+        }
+    }
 }
 
 /// Channels whose moments are taken together.

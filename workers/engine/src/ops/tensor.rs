@@ -24,6 +24,14 @@ pub(super) fn with_storage<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -
     }
 }
 
+/// Calls `f` with the elements of `x` in row-major order, where they lie.
+///
+/// # Errors
+/// If `x` is not f32 on the CPU, and what `f` gives.
+pub fn with_values<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
+    with_slice(x, f)
+}
+
 /// The elements of `x` in row-major order, copied.
 pub(super) fn to_vec(x: &Tensor) -> Result<Vec<f32>> {
     with_slice(x, |x| Ok(x.to_vec()))

@@ -1,7 +1,14 @@
 //! The autoencoder of latent diffusion (Rombach et al. 2022), as AutoencoderKL of diffusers.
 
+mod attention;
 mod config;
+mod cost;
+mod map;
+mod pieces;
 mod segments;
+mod source;
+mod sweep;
+mod tiles;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -9,11 +16,15 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 pub use config::AutoencoderKlConfig;
-use segments::{ImageState, NAMING};
+pub use cost::TileCost;
+use segments::{ImageState, NAMING, Part};
+use source::Source;
+use tiles::Grid;
+pub use tiles::TilePlan;
 
 use super::{LoadProgress, ModelError};
 use crate::formats::WeightSet;
-use crate::ops::{nchw_to_nhwc, nhwc_to_nchw};
+use crate::ops::{ComputeType, nchw_to_nhwc, nhwc_to_nchw, round};
 use crate::residency::{Declarations, Executor, Flow, Observer, Residency, Segment};
 
 /// Which half of the autoencoder.
@@ -29,15 +40,20 @@ pub enum VaeHalf {
 #[derive(Debug)]
 pub struct AutoencoderKl {
     config: AutoencoderKlConfig,
+    source: Arc<Source>,
     encoder: Executor<ImageState>,
     decoder: Executor<ImageState>,
 }
 
-fn segments(config: &AutoencoderKlConfig, half: VaeHalf) -> Vec<Box<dyn Segment<State = ImageState>>> {
+fn parts(config: &AutoencoderKlConfig, half: VaeHalf) -> Vec<Part> {
     match half {
         VaeHalf::Encoder => segments::encoder(config),
         VaeHalf::Decoder => segments::decoder(config),
     }
+}
+
+fn segments(config: &AutoencoderKlConfig, half: VaeHalf) -> Vec<Box<dyn Segment<State = ImageState>>> {
+    parts(config, half).into_iter().map(|part| Box::new(part) as Box<dyn Segment<State = ImageState>>).collect()
 }
 
 impl AutoencoderKl {
@@ -47,10 +63,10 @@ impl AutoencoderKl {
     /// If the configuration is not supported or the files lie.
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
         let config = AutoencoderKlConfig::read(&folder.join("config.json"))?;
-        let weights = Arc::new(Self::weights(folder)?);
-        let encoder = Executor::new(segments::encoder(&config), weights.clone());
-        let decoder = Executor::new(segments::decoder(&config), weights);
-        Ok(Self { config, encoder, decoder })
+        let source = Arc::new(Source::new(Self::weights(folder)?));
+        let encoder = Executor::new(segments(&config, VaeHalf::Encoder), source.clone());
+        let decoder = Executor::new(segments(&config, VaeHalf::Decoder), source.clone());
+        Ok(Self { config, source, encoder, decoder })
     }
 
     /// Opens `folder` and loads the given halves; the other one can be loaded later through [`Self::residency`].
@@ -91,6 +107,39 @@ impl AutoencoderKl {
         flow
     }
 
+    /// What a half takes in tiles.
+    pub fn tile_cost(config: &AutoencoderKlConfig, half: VaeHalf) -> TileCost {
+        TileCost::new(config, half)
+    }
+
+    /// Bytes that a half takes for a picture of `width` × `height` pixels, beside weights and what the threads of the pool keep: at
+    /// most, for sides of at least eight latents.
+    pub fn working_set(config: &AutoencoderKlConfig, half: VaeHalf, plan: &TilePlan, width: u64, height: u64) -> u64 {
+        if plan.cuts(width, height) {
+            return Self::tile_cost(config, half).bytes(plan, width, height);
+        }
+        let unit = match half {
+            VaeHalf::Encoder => 1,
+            VaeHalf::Decoder => (config.factor() * config.factor()) as u64,
+        };
+        let pixels = width.saturating_mul(height).div_ceil(unit);
+        pixels.saturating_mul(Self::flow(config, half).bytes_per_pixel())
+    }
+
+    /// What it computes in.
+    pub fn compute(&self) -> ComputeType {
+        self.source.compute()
+    }
+
+    /// Computes in another type from now on. Weights of the former one are dropped, and limits of both halves with them.
+    pub fn compute_in(&mut self, compute: ComputeType) {
+        if self.compute() != compute {
+            self.encoder.unload();
+            self.decoder.unload();
+            self.source.compute_in(compute);
+        }
+    }
+
     /// Its configuration.
     pub fn config(&self) -> &AutoencoderKlConfig {
         &self.config
@@ -128,28 +177,47 @@ impl AutoencoderKl {
     }
 
     /// Images `[B, 3, H, W]`, about −1 to 1 and not clamped, from latents of the autoencoder `[B, C, h, w]`
-    /// (see [`Self::from_diffusion`]).
+    /// (see [`Self::from_diffusion`]), in one piece.
     ///
     /// # Errors
     /// If `z` has other channels than the model, or `observer` cancels.
     pub fn decode(&self, z: &Tensor, observer: &mut dyn Observer) -> Result<Tensor, ModelError> {
+        self.decode_in(z, &TilePlan::WHOLE, observer)
+    }
+
+    /// As [`Self::decode`], in the tiles of `plan`; several images one after another.
+    ///
+    /// # Errors
+    /// As [`Self::decode`].
+    pub fn decode_in(&self, z: &Tensor, plan: &TilePlan, observer: &mut dyn Observer) -> Result<Tensor, ModelError> {
         let (_, channels, h, w) = z.dims4()?;
-        let expected = self.config.latent_channels;
+        let (expected, factor) = (self.config.latent_channels, self.config.factor());
         if channels != expected || h == 0 || w == 0 {
             let text = format!("vae: latents {:?} do not fit a decoder of {expected} channels", z.dims());
             return Err(ModelError::Input(text));
         }
-        let mut state = ImageState { hidden: nchw_to_nhwc(z)? };
-        self.decoder.run(&mut state, observer)?;
-        Ok(nhwc_to_nchw(&state.hidden)?)
+        self.run(&self.decoder, z, Grid::new(plan, factor, h * factor, w * factor), observer)
     }
 
     /// Mean and logarithm of the variance (clamped to −30..20) of the latents of `image` `[B, 3, H, W]` in −1 to 1:
-    /// `[B, C, h, w]` each.
+    /// `[B, C, h, w]` each, in one piece.
     ///
     /// # Errors
     /// If height or width is not a multiple of [`AutoencoderKlConfig::factor`], channels differ, or `observer` cancels.
     pub fn encode(&self, image: &Tensor, observer: &mut dyn Observer) -> Result<(Tensor, Tensor), ModelError> {
+        self.encode_in(image, &TilePlan::WHOLE, observer)
+    }
+
+    /// As [`Self::encode`], in the tiles of `plan`; several images one after another.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub fn encode_in(
+        &self,
+        image: &Tensor,
+        plan: &TilePlan,
+        observer: &mut dyn Observer,
+    ) -> Result<(Tensor, Tensor), ModelError> {
         let (_, channels, h, w) = image.dims4()?;
         let (expected, factor) = (self.config.in_channels, self.config.factor());
         if channels != expected || h == 0 || w == 0 || h % factor != 0 || w % factor != 0 {
@@ -159,12 +227,34 @@ impl AutoencoderKl {
             );
             return Err(ModelError::Input(text));
         }
-        let mut state = ImageState { hidden: nchw_to_nhwc(image)? };
-        self.encoder.run(&mut state, observer)?;
-        let moments = nhwc_to_nchw(&state.hidden)?;
+        let moments = self.run(&self.encoder, image, Grid::new(plan, factor, h, w), observer)?;
         let latents = self.config.latent_channels;
         let mean = moments.narrow(1, 0, latents)?.contiguous()?;
         let logvar = moments.narrow(1, latents, latents)?.contiguous()?.clamp(-30f32, 20f32)?;
         Ok((mean, logvar))
+    }
+
+    /// `x` `[B, C, H, W]` through one half.
+    fn run(
+        &self,
+        half: &Executor<ImageState>,
+        x: &Tensor,
+        grid: Option<Grid>,
+        observer: &mut dyn Observer,
+    ) -> Result<Tensor, ModelError> {
+        let mut run = |x: &Tensor| -> Result<Tensor, ModelError> {
+            let hidden = nchw_to_nhwc(x)?;
+            round(&hidden, self.compute())?;
+            let mut state = ImageState::new(hidden, grid, self.compute());
+            half.run(&mut state, observer)?;
+            Ok(nhwc_to_nchw(&state.take()?)?)
+        };
+        // A batch goes through whole layers together, and through tiles image by image.
+        let images = x.dim(0)?;
+        if grid.is_none() || images == 1 {
+            return run(x);
+        }
+        let results: Result<Vec<Tensor>, ModelError> = (0..images).map(|i| run(&x.narrow(0, i, 1)?)).collect();
+        Ok(Tensor::cat(&results?, 0)?)
     }
 }

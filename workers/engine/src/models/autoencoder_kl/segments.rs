@@ -1,17 +1,19 @@
 //! The segments of both halves.
 
 use std::borrow::Cow;
+use std::ops::ControlFlow;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 use super::AutoencoderKlConfig;
+use super::attention::SpatialAttention;
+use super::map::Map;
+use super::pieces::{EPS, Piece, Residual};
+use super::sweep;
+use super::tiles::Grid;
 use crate::formats::Naming;
-use crate::models::layers::{ResnetBlock, ResnetShape, SpatialAttention};
-use crate::ops::{Activation, Padding, conv2d, conv2d_upsampled, group_norm, linear};
-use crate::residency::{Bindings, ConvId, ConvShape, Declarations, Flow, LinearId, NormId, Role, Segment, UpsampleId};
-
-/// `eps` of every group norm; a constant in diffusers.
-const EPS: f64 = 1e-6;
+use crate::ops::{ComputeType, Padding};
+use crate::residency::{Bindings, ConvShape, Declarations, Flow, Role, Segment};
 
 /// Names are those of diffusers; attention layers had others before version 0.12, which the files of Stable Diffusion
 /// 1 still have.
@@ -29,51 +31,99 @@ pub(super) const NAMING: Naming = Naming {
     ignorable: |_| false,
 };
 
-/// What flows through either half: a feature map, `[B, H, W, C]`.
+/// A feature map, in the form in which the next segment takes it.
 #[derive(Debug)]
-pub(super) struct ImageState {
-    pub(super) hidden: Tensor,
+pub(super) enum Hidden {
+    /// `[B, H, W, C]`.
+    Whole(Tensor),
+    /// Of one picture, for tiles.
+    Map(Map),
 }
 
-type Boxed = Box<dyn Segment<State = ImageState>>;
+/// What flows through either half.
+#[derive(Debug)]
+pub(super) struct ImageState {
+    /// Absent while a segment runs.
+    hidden: Option<Hidden>,
+    /// The tiles; `None`: whole.
+    grid: Option<Grid>,
+    compute: ComputeType,
+}
+
+impl ImageState {
+    pub(super) fn new(x: Tensor, grid: Option<Grid>, compute: ComputeType) -> Self {
+        Self { hidden: Some(Hidden::Whole(x)), grid, compute }
+    }
+
+    /// The feature map, `[B, H, W, C]`.
+    pub(super) fn take(&mut self) -> Result<Tensor> {
+        match self.hidden.take() {
+            Some(Hidden::Whole(x)) => Ok(x),
+            Some(Hidden::Map(map)) => map.into_tensor(),
+            None => bail!("vae: a run goes on after it was stopped"),
+        }
+    }
+
+    fn take_map(&mut self) -> Result<Map> {
+        match self.hidden.take() {
+            Some(Hidden::Whole(x)) => Map::from_tensor(x),
+            Some(Hidden::Map(map)) => Ok(map),
+            None => bail!("vae: a run goes on after it was stopped"),
+        }
+    }
+}
+
+/// A piece of either half with its parameters.
+pub(super) struct Part {
+    declarations: Declarations,
+    pub(super) piece: Piece,
+    /// Whether it may run in tiles. What is at the latents' size runs whole: attention sees every pixel there.
+    pub(super) tiled: bool,
+}
 
 /// The decoder: latents to images.
-pub(super) fn decoder(c: &AutoencoderKlConfig) -> Vec<Boxed> {
+pub(super) fn decoder(c: &AutoencoderKlConfig) -> Vec<Part> {
     let top = c.channels[c.channels.len() - 1];
-    let mut list: Vec<Boxed> = Vec::new();
+    let mut list = Vec::new();
     let mut d = Declarations::new("decoder.conv_in", Role::Prelude);
     let quant = c.post_quant.then(|| d.linear("post_quant_conv", c.latent_channels, c.latent_channels, true));
     let conv = d.conv3x3("decoder.conv_in", c.latent_channels, top);
-    list.push(Box::new(Start { declarations: d, quant, conv, shape: [c.latent_channels, top] }));
+    let channels = [c.latent_channels, top];
+    list.push(Part { declarations: d, piece: Piece::Start { quant, conv, channels }, tiled: false });
     middle(c, "decoder", top, &mut list);
     let mut input = top;
     for (i, &output) in c.channels.iter().rev().enumerate() {
         let block = format!("decoder.up_blocks.{i}");
         for layer in 0..=c.layers {
-            list.push(residual(c, &block, layer, input, output));
+            let mut d = Declarations::new(format!("{block}.layers.{layer}"), Role::Block);
+            // The upsampler before a block is a part of its first layer, so that tiles need not keep what it gives.
+            let upsample = (i > 0 && layer == 0)
+                .then(|| d.upsample(format!("decoder.up_blocks.{}.upsamplers.0.conv", i - 1), input));
+            let residual = Residual::declare(&mut d, &format!("{block}.resnets.{layer}"), c.groups, input, output);
+            let piece = Piece::Layer { upsample, residual, attention: None };
+            list.push(Part { declarations: d, piece, tiled: true });
             input = output;
         }
-        if i + 1 < c.channels.len() {
-            let mut d = Declarations::new(format!("{block}.upsampler"), Role::Block);
-            let conv = d.upsample(format!("{block}.upsamplers.0.conv"), output);
-            list.push(Box::new(Double { declarations: d, conv, channels: output }));
-        }
     }
-    list.push(end(c, "decoder", input, c.out_channels, None));
+    list.push(end(c, "decoder", [input, c.out_channels], None));
     list
 }
 
 /// The encoder: images to moments of latents.
-pub(super) fn encoder(c: &AutoencoderKlConfig) -> Vec<Boxed> {
+pub(super) fn encoder(c: &AutoencoderKlConfig) -> Vec<Part> {
     let mut input = c.channels[0];
-    let mut list: Vec<Boxed> = Vec::new();
+    let mut list = Vec::new();
     let mut d = Declarations::new("encoder.conv_in", Role::Prelude);
     let conv = d.conv3x3("encoder.conv_in", c.in_channels, input);
-    list.push(Box::new(Start { declarations: d, quant: None, conv, shape: [c.in_channels, input] }));
+    let piece = Piece::Start { quant: None, conv, channels: [c.in_channels, input] };
+    list.push(Part { declarations: d, piece, tiled: true });
     for (i, &output) in c.channels.iter().enumerate() {
         let block = format!("encoder.down_blocks.{i}");
         for layer in 0..c.layers {
-            list.push(residual(c, &block, layer, input, output));
+            let mut d = Declarations::new(format!("{block}.layers.{layer}"), Role::Block);
+            let residual = Residual::declare(&mut d, &format!("{block}.resnets.{layer}"), c.groups, input, output);
+            let piece = Piece::Layer { upsample: None, residual, attention: None };
+            list.push(Part { declarations: d, piece, tiled: true });
             input = output;
         }
         if i + 1 < c.channels.len() {
@@ -81,57 +131,38 @@ pub(super) fn encoder(c: &AutoencoderKlConfig) -> Vec<Boxed> {
             let padding = Padding::BOTTOM_RIGHT;
             let shape = ConvShape { input: output, output, kernel: 3, stride: 2, padding };
             let conv = d.conv(format!("{block}.downsamplers.0.conv"), shape);
-            list.push(Box::new(Halve { declarations: d, conv, channels: output }));
+            list.push(Part { declarations: d, piece: Piece::Halve { conv, channels: output }, tiled: true });
         }
     }
     middle(c, "encoder", input, &mut list);
-    let moments = 2 * c.latent_channels;
-    list.push(end(c, "encoder", input, moments, c.quant.then_some("quant_conv")));
+    list.push(end(c, "encoder", [input, 2 * c.latent_channels], c.quant.then_some("quant_conv")));
     list
 }
 
-fn shape(c: &AutoencoderKlConfig, input: usize, output: usize) -> ResnetShape {
-    ResnetShape { input, output, time: None, groups: c.groups, eps: EPS, act: Activation::Silu }
-}
-
-fn residual(c: &AutoencoderKlConfig, block: &str, layer: usize, input: usize, output: usize) -> Boxed {
-    let mut d = Declarations::new(format!("{block}.layers.{layer}"), Role::Block);
-    let resnet = ResnetBlock::declare(&mut d, &format!("{block}.resnets.{layer}"), shape(c, input, output));
-    Box::new(Layer { declarations: d, resnet, attention: None })
-}
-
-fn middle(c: &AutoencoderKlConfig, half: &str, channels: usize, list: &mut Vec<Boxed>) {
+fn middle(c: &AutoencoderKlConfig, half: &str, channels: usize, list: &mut Vec<Part>) {
     for i in 0..2 {
         let mut d = Declarations::new(format!("{half}.mid_block.layers.{i}"), Role::Block);
         let name = format!("{half}.mid_block");
-        let resnet = ResnetBlock::declare(&mut d, &format!("{name}.resnets.{i}"), shape(c, channels, channels));
+        let residual = Residual::declare(&mut d, &format!("{name}.resnets.{i}"), c.groups, channels, channels);
         let attention = (i == 0 && c.mid_attention)
             .then(|| SpatialAttention::declare(&mut d, &format!("{name}.attentions.0"), channels, c.groups, EPS));
-        list.push(Box::new(Layer { declarations: d, resnet, attention }));
+        list.push(Part { declarations: d, piece: Piece::Layer { upsample: None, residual, attention }, tiled: false });
     }
 }
 
-fn end(c: &AutoencoderKlConfig, half: &str, input: usize, output: usize, quant: Option<&str>) -> Boxed {
+fn end(c: &AutoencoderKlConfig, half: &str, channels: [usize; 2], quant: Option<&str>) -> Part {
     let mut d = Declarations::new(format!("{half}.conv_out"), Role::Epilogue);
-    Box::new(End {
-        norm: d.norm(format!("{half}.conv_norm_out"), input),
-        conv: d.conv3x3(format!("{half}.conv_out"), input, output),
-        quant: quant.map(|name| d.linear(name, output, output, true)),
-        declarations: d,
+    let piece = Piece::End {
+        norm: d.norm(format!("{half}.conv_norm_out"), channels[0]),
+        conv: d.conv3x3(format!("{half}.conv_out"), channels[0], channels[1]),
+        quant: quant.map(|name| d.linear(name, channels[1], channels[1], true)),
         groups: c.groups,
-        shape: [input, output],
-    })
+        channels,
+    };
+    Part { declarations: d, piece, tiled: half == "decoder" }
 }
 
-/// The first convolution, after the 1×1 one of the latents where there is one.
-struct Start {
-    declarations: Declarations,
-    quant: Option<LinearId>,
-    conv: ConvId,
-    shape: [usize; 2],
-}
-
-impl Segment for Start {
+impl Segment for Part {
     type State = ImageState;
 
     fn declarations(&self) -> &Declarations {
@@ -139,129 +170,32 @@ impl Segment for Start {
     }
 
     fn run(&self, p: &Bindings, state: &mut ImageState) -> Result<()> {
-        if let Some(quant) = self.quant {
-            state.hidden = linear(&state.hidden, p.linear(quant), Activation::None)?;
+        self.run_in_parts(p, state, &mut |_| ControlFlow::Continue(())).map(drop)
+    }
+
+    /// One part a tile; segments that run whole have as many, so that progress goes up evenly.
+    fn parts(&self, state: &ImageState) -> usize {
+        state.grid.as_ref().map_or(1, Grid::count)
+    }
+
+    fn run_in_parts(
+        &self,
+        p: &Bindings,
+        state: &mut ImageState,
+        go_on: &mut dyn FnMut(usize) -> ControlFlow<()>,
+    ) -> Result<ControlFlow<()>> {
+        let compute = state.compute;
+        match state.grid.filter(|_| self.tiled) {
+            Some(grid) => match sweep::run(&self.piece, p, state.take_map()?, &grid, compute, go_on)? {
+                ControlFlow::Continue(map) => state.hidden = Some(Hidden::Map(map)),
+                ControlFlow::Break(()) => return Ok(ControlFlow::Break(())),
+            },
+            None => state.hidden = Some(Hidden::Whole(self.piece.whole(p, state.take()?, compute)?)),
         }
-        state.hidden = conv2d(&state.hidden, p.conv(self.conv))?;
-        Ok(())
+        Ok(ControlFlow::Continue(()))
     }
 
     fn flow(&self, flow: &mut Flow) {
-        flow.peak(2 * self.shape[0] + self.shape[1]);
-        flow.set_channels(self.shape[1]);
-    }
-}
-
-/// A residual block, in the middle with attention.
-struct Layer {
-    declarations: Declarations,
-    resnet: ResnetBlock,
-    attention: Option<SpatialAttention>,
-}
-
-impl Segment for Layer {
-    type State = ImageState;
-
-    fn declarations(&self) -> &Declarations {
-        &self.declarations
-    }
-
-    fn run(&self, p: &Bindings, state: &mut ImageState) -> Result<()> {
-        state.hidden = self.resnet.forward(p, &state.hidden, None)?;
-        if let Some(attention) = &self.attention {
-            state.hidden = attention.forward(p, &state.hidden)?;
-        }
-        Ok(())
-    }
-
-    fn flow(&self, flow: &mut Flow) {
-        self.resnet.flow(flow);
-        if let Some(attention) = &self.attention {
-            attention.flow(flow);
-        }
-    }
-}
-
-/// Doubles height and width.
-struct Double {
-    declarations: Declarations,
-    conv: UpsampleId,
-    channels: usize,
-}
-
-impl Segment for Double {
-    type State = ImageState;
-
-    fn declarations(&self) -> &Declarations {
-        &self.declarations
-    }
-
-    fn run(&self, p: &Bindings, state: &mut ImageState) -> Result<()> {
-        state.hidden = conv2d_upsampled(&state.hidden, p.upsample(self.conv))?;
-        Ok(())
-    }
-
-    fn flow(&self, flow: &mut Flow) {
-        flow.peak(5 * self.channels);
-        flow.double();
-    }
-}
-
-/// Halves height and width.
-struct Halve {
-    declarations: Declarations,
-    conv: ConvId,
-    channels: usize,
-}
-
-impl Segment for Halve {
-    type State = ImageState;
-
-    fn declarations(&self) -> &Declarations {
-        &self.declarations
-    }
-
-    fn run(&self, p: &Bindings, state: &mut ImageState) -> Result<()> {
-        state.hidden = conv2d(&state.hidden, p.conv(self.conv))?;
-        Ok(())
-    }
-
-    fn flow(&self, flow: &mut Flow) {
-        flow.peak(2 * self.channels);
-        flow.halve();
-    }
-}
-
-/// Normalises and convolves to the result; moments pass a 1×1 convolution where there is one.
-struct End {
-    declarations: Declarations,
-    norm: NormId,
-    conv: ConvId,
-    quant: Option<LinearId>,
-    groups: usize,
-    shape: [usize; 2],
-}
-
-impl Segment for End {
-    type State = ImageState;
-
-    fn declarations(&self) -> &Declarations {
-        &self.declarations
-    }
-
-    fn run(&self, p: &Bindings, state: &mut ImageState) -> Result<()> {
-        let (weight, bias) = p.norm(self.norm);
-        let normed = group_norm(&state.hidden, self.groups, weight, bias, EPS, Activation::Silu)?;
-        state.hidden = conv2d(&normed, p.conv(self.conv))?;
-        if let Some(quant) = self.quant {
-            state.hidden = linear(&state.hidden, p.linear(quant), Activation::None)?;
-        }
-        Ok(())
-    }
-
-    fn flow(&self, flow: &mut Flow) {
-        // The result is turned channels-first afterwards, which takes a second copy of it.
-        flow.peak(2 * self.shape[0] + 2 * self.shape[1]);
-        flow.set_channels(self.shape[1]);
+        self.piece.flow(flow);
     }
 }

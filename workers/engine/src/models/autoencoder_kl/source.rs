@@ -1,0 +1,38 @@
+//! Where the weights come from, in the type that is computed in.
+
+use std::sync::{Mutex, PoisonError};
+
+use crate::formats::{WeightSet, WeightsError};
+use crate::ops::ComputeType;
+use crate::residency::{Parameter, ParameterSource};
+
+/// Files of weights, whose numbers are rounded to what is computed in.
+#[derive(Debug)]
+pub(super) struct Source {
+    weights: WeightSet,
+    /// A plain value: read or replaced at once.
+    compute: Mutex<ComputeType>,
+}
+
+impl Source {
+    pub(super) fn new(weights: WeightSet) -> Self {
+        Self { weights, compute: Mutex::default() }
+    }
+
+    pub(super) fn compute(&self) -> ComputeType {
+        *self.compute.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn compute_in(&self, compute: ComputeType) {
+        *self.compute.lock().unwrap_or_else(PoisonError::into_inner) = compute;
+    }
+}
+
+impl ParameterSource for Source {
+    fn append(&self, parameter: &Parameter, out: &mut Vec<f32>) -> Result<(), WeightsError> {
+        let before = out.len();
+        self.weights.append(parameter, out)?;
+        self.compute().round(&mut out[before..]);
+        Ok(())
+    }
+}
