@@ -22,7 +22,7 @@ use crate::clock::RuntimeClock;
 use crate::config::Config;
 use crate::ids::DeviceId;
 use crate::jobs::{Admission, Jobs};
-use crate::journal::{self, Journal};
+use crate::journal::Journal;
 use crate::memory;
 use crate::models::Registry;
 use crate::notify;
@@ -284,7 +284,9 @@ impl Parts {
         let workers = Workers::launch(config.worker_binary.clone(), config.workers.clone(), link, link_path)
             .map_err(system("start the spawning thread"))?;
         let (id, budget) = (device.id.clone(), device.budget);
-        let residency = Residency::start(vec![device], arena.clone(), Arc::new(RuntimeClock::new()));
+        let journal = Journal::default();
+        let clock = Arc::new(RuntimeClock::new());
+        let residency = Residency::start(vec![device], arena.clone(), clock, journal.clone());
         residency.set_holders(Arc::new(workers.clone()));
         workers.observe(Arc::new(residency.clone()));
         let needs = Arc::new(DeviceNeeds::new(id.clone(), budget, Estimator::cpu()));
@@ -300,8 +302,6 @@ impl Parts {
         let admission = Admission::new(registry, config.jobs.clone(), needs);
         let jobs = Jobs::start(Arc::new(dispatcher), config.jobs.clone());
         let (shutdown, ending) = (CancellationToken::new(), CancellationToken::new());
-        let journal = Journal::default();
-        tokio::spawn(journal::follow_ledgers(journal.clone(), residency.decisions()));
         jobs.follow(&journal);
         let overview = Arc::new(Live { residency, workers: workers.clone(), arena });
         let generation = GenerationService::new(jobs.clone(), admission.clone());

@@ -7,11 +7,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-use sd_proto::v1::{Decision, DecisionKind};
+use sd_proto::v1::Decision;
 use tokio::sync::broadcast;
-use tokio::sync::broadcast::error::RecvError;
-
-use crate::residency;
 
 /// Decisions that are remembered; older ones are forgotten.
 const REMEMBERED: usize = 4096;
@@ -73,53 +70,6 @@ impl Journal {
     /// What is remembered about one job, oldest first.
     pub fn of_job(&self, job: &str) -> Vec<Arc<Decision>> {
         self.remembered().decisions.iter().filter(|decision| decision.job_id == job).cloned().collect()
-    }
-}
-
-/// Writes down what the ledgers decide, until they are gone.
-pub async fn follow_ledgers(journal: Journal, mut decisions: broadcast::Receiver<residency::Decision>) {
-    loop {
-        match decisions.recv().await {
-            Ok(decision) => {
-                journal.record(of_ledger(&decision));
-            }
-            Err(RecvError::Lagged(missed)) => {
-                tracing::warn!(missed, "decisions came faster than they could be written")
-            }
-            Err(RecvError::Closed) => return,
-        }
-    }
-}
-
-/// A ledger's decision as clients see it.
-fn of_ledger(decision: &residency::Decision) -> Decision {
-    use residency::DecisionKind as K;
-    let blank = Decision {
-        device: decision.device.to_string(),
-        job_id: decision.job.as_ref().map(ToString::to_string).unwrap_or_default(),
-        incarnation: decision.incarnation.unwrap_or(0),
-        holder: decision.title.clone(),
-        text: decision.to_string(),
-        ..Decision::default()
-    };
-    let of = |kind: DecisionKind, bytes: u64| Decision { kind: kind as i32, bytes, ..blank.clone() };
-    match &decision.kind {
-        K::WaitsForBytes { need, busy, .. } => {
-            Decision { wanted_by: busy.join(", "), ..of(DecisionKind::Waits, *need) }
-        }
-        K::WaitsForSharedMemory { need, .. } => of(DecisionKind::Waits, *need),
-        K::WaitsForProcess => of(DecisionKind::Waits, 0),
-        K::Granted { bytes, .. } => of(DecisionKind::Granted, *bytes),
-        K::Refused(_) => of(DecisionKind::Refused, 0),
-        K::TakesBack { rung, bytes, wanted_by } => {
-            Decision { rung: rung.to_string(), wanted_by: wanted_by.clone(), ..of(DecisionKind::TakesBack, *bytes) }
-        }
-        K::Proven { bytes, proof, .. } => Decision { proof: proof.to_string(), ..of(DecisionKind::Proven, *bytes) },
-        K::Killed(_) => of(DecisionKind::Killed, 0),
-        K::Overdraft { measured, .. } => of(DecisionKind::Overdraft, *measured),
-        K::Capacity { to, .. } => of(DecisionKind::Capacity, *to),
-        K::Degraded { bytes, .. } => of(DecisionKind::Degraded, *bytes),
-        K::Recovered => of(DecisionKind::Recovered, 0),
     }
 }
 

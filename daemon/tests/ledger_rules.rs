@@ -168,10 +168,21 @@ fn luxury_is_taken_from_the_busy_down_to_their_floor() {
     bench.start(1);
     let (second, effects) = bench.ask(vector(2, 10, 10, 10));
     let lease = bench.lease(1, Purpose::Weights).unwrap();
-    assert_eq!(revised(&effects), [(1, lease, 20)]);
-    bench.step(Event::Returned { incarnation: 1, lease, bytes: 20 });
-    let effects = bench.step(Event::Measured { incarnation: 1, bytes: Some(40) });
+    assert_eq!(revised(&effects), [(1, lease, 50)], "no more than is needed");
+    bench.step(Event::Returned { incarnation: 1, lease, bytes: 50 });
+    let effects = bench.step(Event::Measured { incarnation: 1, bytes: Some(70) });
     assert_eq!(granted_ids(&effects), [second]);
+}
+
+#[test]
+fn a_busy_process_keeps_its_floor() {
+    let mut bench = Bench::new(100);
+    bench.granted(elastic(1, 20, 500));
+    bench.start(1);
+    let (_, effects) = bench.ask(vector(2, 61, 0, 0));
+    assert_eq!((revised(&effects), retired(&effects)), (vec![], vec![]), "sixty are above the floor");
+    let (_, effects) = bench.ask(vector(3, 60, 0, 0));
+    assert_eq!(revised(&effects), [(1, bench.lease(1, Purpose::Weights).unwrap(), 20)]);
 }
 
 #[test]
@@ -511,9 +522,12 @@ fn an_overdraft_is_charged_reported_and_killed_where_that_is_asked_for() {
     let effects = bench.step(Event::Pulse { incarnation: 1, bytes: 85 });
     assert!(has_decision(&effects, |d| *d == DecisionKind::Overdraft { measured: 85, leased: 60 }));
     assert_eq!((bench.ledger.charged(), bench.view().overdraft, bench.ledger.available()), (85, 25, 15));
-    assert_eq!(killed(&bench.pass(rules().revise_time)), NONE);
     bench.step(Event::Pulse { incarnation: 1, bytes: 60 });
-    assert_eq!(bench.ledger.charged(), 60);
+    assert_eq!((bench.ledger.charged(), killed(&bench.pass(rules().revise_time))), (60, vec![]), "it came back");
+    let mut bench = Bench::with(100, Rules { enforce: false, ..rules() });
+    bench.warm(1, 10, 30, 20);
+    bench.step(Event::Pulse { incarnation: 1, bytes: 85 });
+    assert_eq!(killed(&bench.pass(rules().revise_time)), NONE);
 
     let mut bench = Bench::with(100, Rules { enforce: true, ..rules() });
     bench.warm(1, 10, 30, 20);

@@ -9,6 +9,7 @@ use sd_proto::worker::v1::ElementType;
 use sdd::arena::{Arena, ArenaLimits};
 use sdd::clock::RuntimeClock;
 use sdd::ids::{DeviceId, JobId, Tenant};
+use sdd::journal::Journal;
 use sdd::residency::{
     Afterwards, DecisionKind, DeviceConfig, DeviceProbe, GrantedLease, Holders, Incarnation, LeaseId, LeaseKill,
     LeasePart, LeaseVector, LifeView, Proof, Purpose, Refusal, Residency, Rules,
@@ -104,7 +105,7 @@ fn residency(budget: u64) -> (Residency, Arc<Stage>, Arena) {
         rules: Rules { tolerance: 0, ..Rules::default() },
         probe: Arc::new(Device(stage.clone())),
     };
-    let residency = Residency::start(vec![device], arena.clone(), Arc::new(RuntimeClock::new()));
+    let residency = Residency::start(vec![device], arena.clone(), Arc::new(RuntimeClock::new()), Journal::default());
     residency.set_holders(stage.clone());
     (residency, stage, arena)
 }

@@ -1,5 +1,6 @@
 //! The handle to the residency, and what a request gives.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,12 +9,13 @@ use tokio::sync::{broadcast, mpsc, oneshot};
 
 use super::device::DeviceConfig;
 use super::lease::{GrantedLease, Incarnation, LeaseId, LeaseKill, LeaseVector, Proof, Purpose, Refusal, RequestId};
-use super::ledger::Decision;
+use super::ledger::{Decision, Upcoming};
 use super::service::{self, Command};
 use super::view::DeviceSnapshot;
 use crate::arena::{Arena, Reservation};
 use crate::clock::Clock;
-use crate::ids::{DeviceId, JobId};
+use crate::ids::{DeviceId, JobId, Tenant};
+use crate::journal::Journal;
 
 /// Who carries out what the ledger decides about processes: the supervisor of the workers. Called from the residency's
 /// owner task, so nothing here may block or wait for the residency. A call about a process that is gone already changes
@@ -46,12 +48,13 @@ impl fmt::Debug for Residency {
 }
 
 impl Residency {
-    /// Starts the owner task of `devices` on the current runtime. Grants of shared memory come out of `arena`.
-    pub fn start(devices: Vec<DeviceConfig>, arena: Arena, clock: Arc<dyn Clock>) -> Self {
+    /// Starts the owner task of `devices` on the current runtime. Grants of shared memory come out of `arena`; every decision is
+    /// written into `journal`.
+    pub fn start(devices: Vec<DeviceConfig>, arena: Arena, clock: Arc<dyn Clock>, journal: Journal) -> Self {
         let (commands, inbox) = mpsc::unbounded_channel();
         let (decisions, _) = broadcast::channel(1024);
         let weak = commands.downgrade();
-        tokio::spawn(service::run(devices, arena, clock, inbox, weak, decisions.clone()));
+        tokio::spawn(service::run(devices, arena, clock, journal, inbox, weak, decisions.clone()));
         Self { commands, decisions }
     }
 
@@ -137,9 +140,71 @@ impl Residency {
         self.send(Command::Extend { incarnation, request_id, purpose, min, want });
     }
 
+    /// The longest time that the process was seen to take from one boundary, at which it can give back, to the next.
+    pub fn block_time(&self, incarnation: Incarnation, time: Duration) {
+        self.send(Command::BlockTime { incarnation, time });
+    }
+
+    /// Has a process give its working set back as soon as it is idle; what it has beyond the floor of a running task, now.
+    pub fn shrink(&self, incarnation: Incarnation) -> Released {
+        self.watched(|reply| Command::GiveBack { incarnation, weights: false, reply })
+    }
+
+    /// Has a process give its weights and its working set back as soon as it is idle; process and context stay.
+    pub fn park(&self, incarnation: Incarnation) -> Released {
+        self.watched(|reply| Command::GiveBack { incarnation, weights: true, reply })
+    }
+
     /// Retires a process as soon as it is idle.
-    pub fn retire(&self, incarnation: Incarnation) {
-        self.send(Command::Retire { incarnation });
+    pub fn retire(&self, incarnation: Incarnation) -> Released {
+        self.watched(|reply| Command::Retire { incarnation, reply })
+    }
+
+    /// What a process has been asked to give back, from now on until all of it is proven to be gone.
+    pub fn released(&self, incarnation: Incarnation) -> Released {
+        self.watched(|reply| Command::Watch { incarnation, reply })
+    }
+
+    /// Keeps a process from being taken off the device for others, or ends that. A device whose capacity shrinks, and who asks for
+    /// this process by name ([`Residency::park`], [`Residency::retire`], [`Residency::hold`]), takes it nevertheless. What cannot be
+    /// granted beside the pinned is refused ([`Refusal::Pinned`]).
+    pub fn pin(&self, incarnation: Incarnation, pinned: bool) {
+        self.send(Command::Pin { incarnation, pinned });
+    }
+
+    /// Gives a device to other programs: every process leaves it, busy ones when their tasks end (what they have beyond their floor
+    /// goes at once). With a time, nothing is granted there until it is over or [`Residency::unhold`]; without, requests are
+    /// granted as before. The answer comes when every process that was there has left.
+    pub fn hold(&self, device: &DeviceId, time: Option<Duration>) -> Released {
+        self.watched(|reply| Command::Hold { device: device.clone(), time, reply })
+    }
+
+    /// Ends a hold.
+    pub fn unhold(&self, device: &DeviceId) {
+        self.send(Command::Unhold { device: device.clone() });
+    }
+
+    /// Bytes that could be granted on a device now; 0 while it is held, `None` without such a device.
+    pub async fn available(&self, device: &DeviceId) -> Option<u64> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Available { device: device.clone(), reply });
+        answer.await.ok().flatten()
+    }
+
+    /// Tells what queued and running jobs have not come to yet, the next stage first; replaces what was told before. Decides who is
+    /// taken off first, and keeps bytes that the next stage needs from being given away beyond others' needs.
+    pub fn set_upcoming(&self, stages: Vec<Upcoming>) {
+        self.send(Command::Upcoming { stages });
+    }
+
+    /// Whether the queue is read ([`Residency::set_upcoming`]); it is unless this is called, for comparison.
+    pub fn read_queue(&self, read: bool) {
+        self.send(Command::ReadQueue { read });
+    }
+
+    /// How the devices are shared among tenants, in parts; a tenant that is not named has one. Replaces what was set before.
+    pub fn set_shares(&self, parts: BTreeMap<Tenant, u32>) {
+        self.send(Command::Shares { parts });
     }
 
     /// Every device as it stands.
@@ -152,6 +217,12 @@ impl Residency {
     /// What the ledgers decide from now on, for explanation.
     pub fn decisions(&self) -> broadcast::Receiver<Decision> {
         self.decisions.subscribe()
+    }
+
+    fn watched(&self, command: impl FnOnce(oneshot::Sender<u64>) -> Command) -> Released {
+        let (reply, answer) = oneshot::channel();
+        self.send(command(reply));
+        Released { answer }
     }
 
     fn send(&self, command: Command) {
@@ -188,6 +259,8 @@ pub enum Afterwards {
     Keep,
     /// It gives its working set back and keeps its weights.
     ReturnWorkingSet,
+    /// It gives weights and working set back and keeps its context.
+    Park,
     /// It exits.
     Retire,
 }
@@ -256,6 +329,20 @@ impl Drop for OnRelease {
     }
 }
 
+/// Bytes that are on their way back. Dropping it changes nothing.
+#[derive(Debug)]
+pub struct Released {
+    answer: oneshot::Receiver<u64>,
+}
+
+impl Released {
+    /// Waits until nothing of what was asked for is charged any more: given back, or the process gone, and proven. The bytes
+    /// whose release was proven meanwhile; 0 where there was nothing to give.
+    pub async fn proven(self) -> u64 {
+        self.answer.await.unwrap_or(0)
+    }
+}
+
 /// The right to compute on a device, until dropped.
 pub struct ComputeToken {
     pub(super) commands: mpsc::WeakUnboundedSender<Command>,
@@ -266,6 +353,21 @@ pub struct ComputeToken {
 impl fmt::Debug for ComputeToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ComputeToken").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+impl ComputeToken {
+    /// To be called at a step boundary: where a tenant waits that has had less of the device, it computes first. Returns when
+    /// the caller may go on.
+    ///
+    /// # Errors
+    /// [`Refusal::ShuttingDown`].
+    pub async fn offer(&self) -> Result<(), Refusal> {
+        let (reply, answer) = oneshot::channel();
+        let commands = self.commands.upgrade().ok_or(Refusal::ShuttingDown)?;
+        let _ = commands.send(Command::Offer { device: self.device.clone(), id: self.id, reply });
+        drop(commands);
+        answer.await.map_err(|_| Refusal::ShuttingDown)
     }
 }
 

@@ -35,6 +35,10 @@ pub fn check(ledger: &Ledger, now: Moment) -> Result<(), Violation> {
     if let Some(waiter) = ledger.waiters.iter().find(|waiter| waiter.overtaken > ledger.rules.overtake_limit) {
         return broken("R6", format!("request {:?} was overtaken {} times", waiter.id, waiter.overtaken));
     }
+    let passed_over = ledger.token.most_overtaken();
+    if passed_over > ledger.rules.overtake_limit {
+        return broken("R6", format!("somebody who waits for the compute token was passed over {passed_over} times"));
+    }
     Ok(())
 }
 

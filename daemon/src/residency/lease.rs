@@ -76,7 +76,7 @@ impl fmt::Display for Purpose {
 }
 
 /// Bytes of one purpose that a task needs its process to hold, in all: what the process holds already counts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LeasePart {
     /// What for.
     pub purpose: Purpose,
@@ -95,7 +95,7 @@ impl LeasePart {
 }
 
 /// Everything one stage task needs, granted all or nothing.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct LeaseVector {
     /// Where.
     pub device: DeviceId,
@@ -159,6 +159,26 @@ pub enum Refusal {
         /// Bytes that segments may take together.
         limit: u64,
     },
+    /// More than the device may lease beside what is pinned there.
+    #[error(
+        "{holder} needs {} on device {device}, but {} of {} are pinned there ({pinned}): unpin a model, or choose a \
+         smaller size",
+        Bytes(*need), Bytes(*kept), Bytes(*limit)
+    )]
+    Pinned {
+        /// Where.
+        device: DeviceId,
+        /// For what.
+        holder: String,
+        /// Bytes that it needs at least.
+        need: u64,
+        /// Bytes that pinned processes keep.
+        kept: u64,
+        /// Bytes that leases of the device may hold together.
+        limit: u64,
+        /// The pinned processes.
+        pinned: String,
+    },
     /// The process it was for is retired, killed or dead: ask for a new one.
     #[error("the process {incarnation} of {holder} is gone: ask for a new one")]
     HolderGone {
@@ -186,6 +206,16 @@ pub enum Refusal {
     /// The daemon ends.
     #[error("the daemon is shutting down")]
     ShuttingDown,
+}
+
+impl Refusal {
+    /// Bytes that were needed, where bytes are the reason; else 0.
+    pub fn need(&self) -> u64 {
+        match self {
+            Self::DoesNotFit { need, .. } | Self::SharedMemory { need, .. } | Self::Pinned { need, .. } => *need,
+            Self::HolderGone { .. } | Self::NoDevice { .. } | Self::Malformed { .. } | Self::ShuttingDown => 0,
+        }
+    }
 }
 
 /// Why the ledger ends a process.

@@ -22,9 +22,9 @@ mod service;
 mod view;
 
 pub use self::device::{Budget, DeviceConfig, DeviceProbe, DeviceReading, ForeignProcess, ProbeError, Processes};
-pub use self::handle::{Afterwards, ComputeToken, Granted, Holders, Residency};
+pub use self::handle::{Afterwards, ComputeToken, Granted, Holders, Released, Residency};
 pub use self::lease::{
     Bytes, GrantedLease, Incarnation, LeaseId, LeaseKill, LeasePart, LeaseVector, Proof, Purpose, Refusal, RequestId,
 };
-pub use self::ledger::{Decision, DecisionKind, Effect, Event, Ledger, Rules};
+pub use self::ledger::{Decision, DecisionKind, Effect, Event, Ledger, Rules, Upcoming};
 pub use self::view::{DeviceSnapshot, HolderView, LeaseView, LifeView, WaiterView};

@@ -1,9 +1,10 @@
 //! The owner task: one for all devices, so that every decision about bytes is made in one place, one after the other.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::future::pending;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
 
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tracing::{debug, info, warn};
@@ -11,11 +12,12 @@ use tracing::{debug, info, warn};
 use super::device::DeviceConfig;
 use super::handle::{Afterwards, ComputeToken, Granted, Holders, OnRelease};
 use super::lease::{Incarnation, LeaseId, LeaseVector, Purpose, Refusal, RequestId};
-use super::ledger::{Decision, DecisionKind, Effect, Event, Ledger};
+use super::ledger::{Decision, DecisionKind, Effect, Event, Ledger, Upcoming};
 use super::view::DeviceSnapshot;
 use crate::arena::Arena;
 use crate::clock::{Clock, Moment};
-use crate::ids::{DeviceId, JobId};
+use crate::ids::{DeviceId, JobId, Tenant};
+use crate::journal::Journal;
 
 /// What the handle asks of the owner task.
 pub(super) enum Command {
@@ -32,7 +34,18 @@ pub(super) enum Command {
     Pulse { incarnation: Incarnation, device_bytes: u64, peak_bytes: u64 },
     Returned { incarnation: Incarnation, lease: LeaseId, bytes: u64 },
     Extend { incarnation: Incarnation, request_id: u64, purpose: Purpose, min: u64, want: u64 },
-    Retire { incarnation: Incarnation },
+    Retire { incarnation: Incarnation, reply: oneshot::Sender<u64> },
+    GiveBack { incarnation: Incarnation, weights: bool, reply: oneshot::Sender<u64> },
+    Pin { incarnation: Incarnation, pinned: bool },
+    BlockTime { incarnation: Incarnation, time: Duration },
+    Watch { incarnation: Incarnation, reply: oneshot::Sender<u64> },
+    Hold { device: DeviceId, time: Option<Duration>, reply: oneshot::Sender<u64> },
+    Unhold { device: DeviceId },
+    Available { device: DeviceId, reply: oneshot::Sender<Option<u64>> },
+    Upcoming { stages: Vec<Upcoming> },
+    ReadQueue { read: bool },
+    Shares { parts: BTreeMap<Tenant, u32> },
+    Offer { device: DeviceId, id: RequestId, reply: oneshot::Sender<()> },
     Snapshot { reply: oneshot::Sender<Vec<DeviceSnapshot>> },
 }
 
@@ -47,6 +60,14 @@ struct Device {
     ledger: Ledger,
 }
 
+/// Somebody who waits until what processes of a device give back is proven.
+struct Watch {
+    processes: BTreeSet<Incarnation>,
+    /// Proven so far.
+    bytes: u64,
+    reply: oneshot::Sender<u64>,
+}
+
 struct Owner {
     devices: BTreeMap<DeviceId, Device>,
     arena: Arena,
@@ -54,6 +75,11 @@ struct Owner {
     holders: Option<Arc<dyn Holders>>,
     commands: mpsc::WeakUnboundedSender<Command>,
     decisions: broadcast::Sender<Decision>,
+    journal: Journal,
+    /// Whether the queue is read, and what it says.
+    queue: (bool, Vec<Upcoming>),
+    watches: Vec<Watch>,
+    offers: HashMap<RequestId, oneshot::Sender<()>>,
     /// Where each process holds leases or is waited for.
     places: HashMap<Incarnation, DeviceId>,
     pids: HashMap<Incarnation, u32>,
@@ -66,6 +92,7 @@ pub(super) async fn run(
     devices: Vec<DeviceConfig>,
     arena: Arena,
     clock: Arc<dyn Clock>,
+    journal: Journal,
     mut inbox: mpsc::UnboundedReceiver<Command>,
     commands: mpsc::WeakUnboundedSender<Command>,
     decisions: broadcast::Sender<Decision>,
@@ -83,6 +110,10 @@ pub(super) async fn run(
         holders: None,
         commands,
         decisions,
+        journal,
+        queue: (true, Vec::new()),
+        watches: Vec::new(),
+        offers: HashMap::new(),
         places: HashMap::new(),
         pids: HashMap::new(),
         granting: HashMap::new(),
@@ -130,6 +161,7 @@ impl Owner {
             }
             Command::ComputeEnded { device, id } => {
                 self.computing.remove(&id);
+                self.offers.remove(&id);
                 self.step(&device, Event::TokenEnded { id });
             }
             Command::Spawned { incarnation, pid } => {
@@ -163,10 +195,85 @@ impl Owner {
             Command::Extend { incarnation, request_id, purpose, min, want } => {
                 self.step_of(incarnation, Event::Extend { incarnation, request_id, purpose, min, want });
             }
-            Command::Retire { incarnation } => self.step_of(incarnation, Event::Retire { incarnation }),
+            Command::Retire { incarnation, reply } => {
+                self.watch([incarnation].into(), reply);
+                self.step_of(incarnation, Event::Retire { incarnation });
+            }
+            Command::GiveBack { incarnation, weights, reply } => {
+                self.watch([incarnation].into(), reply);
+                self.step_of(incarnation, Event::GiveBack { incarnation, weights });
+            }
+            Command::Pin { incarnation, pinned } => self.step_of(incarnation, Event::Pin { incarnation, pinned }),
+            Command::BlockTime { incarnation, time } => {
+                self.step_of(incarnation, Event::BlockTime { incarnation, time });
+            }
+            Command::Watch { incarnation, reply } => {
+                self.watch([incarnation].into(), reply);
+                self.answer_watches();
+            }
+            Command::Hold { device, time, reply } => {
+                let there = self.devices.get(&device).map(|device| device.ledger.incarnations().collect());
+                self.watch(there.unwrap_or_default(), reply);
+                self.step(&device, Event::Hold { time });
+            }
+            Command::Unhold { device } => self.step(&device, Event::Unhold),
+            Command::Available { device, reply } => {
+                let now = self.clock.now();
+                let free = |device: &Device| match device.ledger.held_for(now) {
+                    Some(_) => 0,
+                    None => device.ledger.available(),
+                };
+                let _ = reply.send(self.devices.get(&device).map(free));
+            }
+            Command::Upcoming { stages } => {
+                self.queue.1 = stages;
+                self.tell_upcoming();
+            }
+            Command::ReadQueue { read } => {
+                self.queue.0 = read;
+                self.tell_upcoming();
+            }
+            Command::Shares { parts } => {
+                for device in self.devices.keys().cloned().collect::<Vec<_>>() {
+                    self.step(&device, Event::Shares { weights: parts.clone() });
+                }
+            }
+            Command::Offer { device, id, reply } => {
+                self.offers.insert(id, reply);
+                self.step(&device, Event::TokenOffered { id });
+            }
             Command::Snapshot { reply } => {
                 let _ = reply.send(self.snapshot());
             }
+        }
+    }
+
+    /// Counts what is proven of these processes from now on. To be followed by a step, or by [`Self::answer_watches`].
+    fn watch(&mut self, mut processes: BTreeSet<Incarnation>, reply: oneshot::Sender<u64>) {
+        processes.retain(|incarnation| self.places.contains_key(incarnation));
+        if processes.is_empty() {
+            let _ = reply.send(0);
+        } else {
+            self.watches.push(Watch { processes, bytes: 0, reply });
+        }
+    }
+
+    /// Answers those whose processes have given back all that was asked of them.
+    fn answer_watches(&mut self) {
+        let settled = |incarnation: &Incarnation| match self.places.get(incarnation) {
+            Some(place) => self.devices.get(place).is_none_or(|device| device.ledger.settled(*incarnation)),
+            None => true,
+        };
+        for watch in self.watches.extract_if(.., |watch| watch.processes.iter().all(settled)) {
+            let _ = watch.reply.send(watch.bytes);
+        }
+    }
+
+    fn tell_upcoming(&mut self) {
+        let (read, stages) = self.queue.clone();
+        for device in self.devices.keys().cloned().collect::<Vec<_>>() {
+            let here = stages.iter().filter(|stage| read && stage.device == device).cloned().collect();
+            self.step(&device, Event::Upcoming { stages: here });
         }
     }
 
@@ -220,6 +327,7 @@ impl Owner {
             }
             known
         });
+        self.answer_watches();
     }
 
     /// Carries an effect out; a measurement leads to another event.
@@ -242,6 +350,10 @@ impl Owner {
                 }
             }
             Effect::TokenGranted { id } => {
+                if let Some(offer) = self.offers.remove(&id) {
+                    let _ = offer.send(());
+                    return None;
+                }
                 let token = ComputeToken { commands: self.commands.clone(), device: device.clone(), id };
                 match self.computing.remove(&id) {
                     Some(reply) => drop(reply.send(Ok(token))),
@@ -260,6 +372,9 @@ impl Owner {
             Effect::Retire { incarnation } => self.holders.as_ref()?.retire(incarnation),
             Effect::Kill { incarnation, cause } => self.holders.as_ref()?.kill(incarnation, cause),
             Effect::Proven { incarnation, lease, bytes, proof } => {
+                for watch in self.watches.iter_mut().filter(|watch| watch.processes.contains(&incarnation)) {
+                    watch.bytes += bytes;
+                }
                 self.holders.as_ref()?.proof(incarnation, lease, bytes, proof);
             }
         }
@@ -290,12 +405,19 @@ impl Owner {
             DecisionKind::Refused(_)
             | DecisionKind::TakesBack { .. }
             | DecisionKind::Capacity { .. }
+            | DecisionKind::Held { .. }
+            | DecisionKind::Unheld
             | DecisionKind::Recovered => info!(%device, incarnation, job, "{decision}"),
             DecisionKind::WaitsForBytes { .. }
             | DecisionKind::WaitsForSharedMemory { .. }
             | DecisionKind::WaitsForProcess
+            | DecisionKind::WaitsForDevice { .. }
             | DecisionKind::Granted { .. }
             | DecisionKind::Proven { .. } => debug!(%device, incarnation, job, "{decision}"),
+        }
+        // That a process has gone is no decision about the request: its asker chooses another one.
+        if !matches!(decision.kind, DecisionKind::Refused(Refusal::HolderGone { .. })) {
+            self.journal.record((&decision).into());
         }
         // Nobody has to listen.
         let _ = self.decisions.send(decision);
@@ -303,7 +425,11 @@ impl Owner {
 
     fn snapshot(&self) -> Vec<DeviceSnapshot> {
         let now = self.clock.now();
-        let view = |device: &Device| device.ledger.snapshot(&device.config.name, device.config.total, now);
+        let view = |device: &Device| {
+            let view = device.ledger.snapshot(&device.config.name, device.config.total, now);
+            let held_until = device.ledger.held_for(now).map(|time| SystemTime::now() + time);
+            DeviceSnapshot { held_until, ..view }
+        };
         self.devices.values().map(view).collect()
     }
 }

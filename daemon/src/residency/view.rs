@@ -1,6 +1,6 @@
 //! What the residency shows of itself: plain data for lists and for people.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use sd_proto::v1;
 
@@ -28,6 +28,8 @@ pub struct DeviceSnapshot {
     pub overdraft: u64,
     /// Why the device is degraded, if it is.
     pub degraded: Option<String>,
+    /// Given to other programs until then: nothing is granted.
+    pub held_until: Option<SystemTime>,
     /// Every lease.
     pub leases: Vec<LeaseView>,
     /// Every process that holds leases.
@@ -87,6 +89,8 @@ pub struct HolderView {
     pub leased: u64,
     /// What it said last that it holds on the device.
     pub measured: u64,
+    /// Somebody keeps it from being taken off for others.
+    pub pinned: bool,
     /// The job it works for.
     pub job: Option<JobId>,
     /// Since its last task ended.

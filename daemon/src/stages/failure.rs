@@ -17,7 +17,7 @@ pub fn failure(reason: FailureReason, stage: Stage, message: impl Into<String>) 
 /// A lease was refused.
 pub fn of_refusal(stage: Stage, refusal: &Refusal) -> Failure {
     let reason = match refusal {
-        Refusal::DoesNotFit { .. } | Refusal::SharedMemory { .. } => FailureReason::DoesNotFit,
+        Refusal::DoesNotFit { .. } | Refusal::SharedMemory { .. } | Refusal::Pinned { .. } => FailureReason::DoesNotFit,
         Refusal::ShuttingDown => FailureReason::Shutdown,
         Refusal::HolderGone { .. } | Refusal::NoDevice { .. } | Refusal::Malformed { .. } => FailureReason::Internal,
     };

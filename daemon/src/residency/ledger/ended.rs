@@ -6,7 +6,7 @@ use super::super::lease::Incarnation;
 
 /// A set of incarnations, kept as ranges: since they are numbered in order and few live at a time, a daemon that has seen
 /// a million processes die keeps a handful of them.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub(in crate::residency) struct Ended {
     /// First of each range → last of it.
     ranges: BTreeMap<Incarnation, Incarnation>,

@@ -2,7 +2,7 @@
 
 use super::super::handle::Afterwards;
 use super::super::lease::{Bytes, Incarnation, LeaseId, LeaseKill, Proof, Purpose, RequestId};
-use super::state::{Lease, LeaseState, Life, Measure};
+use super::state::{Asked, Lease, LeaseState, Life, Measure};
 use super::{DecisionKind, Effect, Ledger, Turn};
 
 impl Ledger {
@@ -15,25 +15,16 @@ impl Ledger {
         match holder.life {
             // No process was ever started: nothing holds these bytes.
             Life::Granted => self.vanish(incarnation, Proof::Reaped, turn),
-            Life::Alive { attached, .. } => match afterwards {
-                _ if holder.retire_when_idle => self.start_retiring(incarnation, turn),
-                Afterwards::Retire => self.start_retiring(incarnation, turn),
-                Afterwards::ReturnWorkingSet if attached => {
-                    if let Some(lease) = self.lease_for(incarnation, Purpose::WorkingSet).map(|lease| lease.id) {
-                        self.revise(lease, 0, turn);
-                    }
-                }
-                Afterwards::ReturnWorkingSet | Afterwards::Keep => {}
-            },
+            Life::Alive { .. } => {
+                let asked = match afterwards {
+                    Afterwards::Keep => Asked::Nothing,
+                    Afterwards::ReturnWorkingSet => Asked::WorkingSet,
+                    Afterwards::Park => Asked::Park,
+                    Afterwards::Retire => Asked::Retire,
+                };
+                self.ask(incarnation, asked, turn);
+            }
             Life::Retiring { .. } | Life::Dying { .. } | Life::Reaped { .. } => {}
-        }
-    }
-
-    pub(super) fn retire_when_idle(&mut self, incarnation: Incarnation, turn: &mut Turn<'_>) {
-        let Some(holder) = self.holders.get_mut(&incarnation) else { return };
-        holder.retire_when_idle = true;
-        if holder.idle() {
-            self.start_retiring(incarnation, turn);
         }
     }
 
@@ -56,6 +47,7 @@ impl Ledger {
                 let leases: Vec<_> = self.leases_of(incarnation).map(Lease::granted).collect();
                 let grants = leases.into_iter().map(|lease| Effect::Grant { incarnation, lease, request_id: 0 });
                 turn.effects.extend(grants);
+                self.follow_what_was_asked(incarnation, turn);
             }
             // The first one found nobody to hear it.
             Life::Retiring { .. } => turn.effects.push(Effect::Retire { incarnation }),
@@ -105,7 +97,7 @@ impl Ledger {
     fn note_measure(&mut self, incarnation: Incarnation, bytes: u64, turn: &mut Turn<'_>) {
         let leased: u64 = self.leases_of(incarnation).map(|lease| lease.bytes).sum();
         let over = bytes.saturating_sub(leased.saturating_add(self.rules.tolerance));
-        let until = turn.now + self.rules.revise_time;
+        let until = turn.now + self.revise_time(incarnation);
         let enforce = self.rules.enforce;
         let Some(holder) = self.holders.get_mut(&incarnation) else { return };
         let first = holder.overdraft == 0 && over > 0;
@@ -127,7 +119,7 @@ impl Ledger {
             // Asked to come back to what it has; killed when it does not.
             let lease = self.lease_for(incarnation, Purpose::WorkingSet).or_else(|| self.leases_of(incarnation).next());
             if let Some(lease) = lease.copied() {
-                let (to, deadline) = (lease.remains(), self.rules.revise_time);
+                let (to, deadline) = (lease.remains(), self.revise_time(incarnation));
                 turn.effects.push(Effect::Revise { incarnation, lease: lease.id, to, deadline });
             }
         }
@@ -159,6 +151,7 @@ impl Ledger {
             (Life::Alive { .. } | Life::Retiring { .. }, Some(bytes)) => {
                 if bytes <= self.allowed(incarnation).saturating_add(self.rules.tolerance) {
                     self.prove_returns(incarnation, turn);
+                    self.follow_what_was_asked(incarnation, turn);
                 }
                 self.note_measure(incarnation, bytes, turn);
             }
@@ -179,6 +172,7 @@ impl Ledger {
     }
 
     fn prove_returns(&mut self, incarnation: Incarnation, turn: &mut Turn<'_>) {
+        let busy = self.holders.get(&incarnation).is_some_and(|holder| holder.claim.is_some());
         let retiring = match self.holders.get(&incarnation).map(|holder| holder.life) {
             Some(Life::Retiring { deadline }) => Some(deadline),
             _ => None,
@@ -192,6 +186,7 @@ impl Ledger {
             let freed = lease.bytes - to;
             lease.bytes = to;
             lease.floor = lease.floor.min(to);
+            lease.want = if busy { lease.want } else { to };
             lease.state = match retiring {
                 Some(deadline) => LeaseState::Revoked { to: 0, deadline },
                 None => LeaseState::Granted,
@@ -228,7 +223,8 @@ impl Ledger {
         turn: &mut Turn<'_>,
     ) {
         let kind = DecisionKind::Proven { bytes, proof, after: turn.now.saturating_sub(since) };
-        self.decide(turn, self.job_of(incarnation), Some((incarnation, self.title(incarnation))), kind);
+        let about = Some((incarnation, self.title(incarnation)));
+        self.decide_about(turn, self.job_of(incarnation), about, Some(lease), kind);
         turn.effects.push(Effect::Proven { incarnation, lease, bytes, proof });
     }
 
@@ -249,6 +245,9 @@ impl Ledger {
 
     /// Everything whose time has come.
     pub(super) fn expire(&mut self, turn: &mut Turn<'_>) {
+        if self.held.is_some_and(|hold| turn.now >= hold.until) {
+            self.unhold(turn);
+        }
         if let Some((bytes, since)) = self.growth
             && turn.now >= since + self.rules.growth_time
         {
@@ -286,7 +285,7 @@ impl Ledger {
             LeaseState::Revoked { deadline, .. } => turn.now >= deadline,
             LeaseState::Granted | LeaseState::Unproven { .. } => false,
         };
-        self.leases_of(incarnation).any(late).then_some(LeaseKill::RevisionOverdue(self.rules.revise_time))
+        self.leases_of(incarnation).any(late).then_some(LeaseKill::RevisionOverdue(self.revise_time(incarnation)))
     }
 
     fn measure_again(&mut self, incarnation: Incarnation, turn: &mut Turn<'_>) {

@@ -5,9 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::super::lease::{
     Bytes, GrantedLease, Incarnation, LeaseId, LeasePart, LeaseVector, Purpose, Refusal, RequestId,
 };
-use super::state::{Claim, Holder, Lease, LeaseState, Life, Waiter};
+use super::state::{Asked, Claim, Holder, Lease, LeaseState, Life, Waiter};
 use super::{DecisionKind, Effect, Ledger, Turn};
 use crate::clock::Moment;
+use crate::ids::{JobId, Tenant};
+
+/// Luxury is handed on in parts of at least one this-many-th of what a task could use.
+const LEAST_PART: u64 = 16;
 
 /// What may still be granted behind a request that waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +28,12 @@ impl Ledger {
     pub(super) fn request(&mut self, id: RequestId, vector: LeaseVector, turn: &mut Turn<'_>) {
         if let Some(refusal) = self.refusal(&vector, turn.shared.limit()) {
             return self.refuse(id, &vector, refusal, turn);
+        }
+        let claims = self.holders.values().filter_map(|holder| holder.claim.as_ref());
+        let active = claims.map(|claim| &claim.tenant).chain(self.waiters.iter().map(|waiter| &waiter.vector.tenant));
+        let active: BTreeSet<_> = active.cloned().collect();
+        if !active.contains(&vector.tenant) {
+            self.shares.joins(&vector.tenant, active.iter());
         }
         let (told, blocked_since, overtaken) = (false, None, 0);
         self.waiters.push_back(Waiter { id, vector, since: turn.now, told, blocked_since, overtaken });
@@ -66,6 +76,11 @@ impl Ledger {
                 breakdown: breakdown.join(", "),
             });
         }
+        let (kept, pinned) = self.pinned_beside(vector);
+        if need > self.budget - kept.min(self.budget) {
+            let (device, limit, pinned) = (self.device.clone(), self.budget, pinned.join(", "));
+            return Some(Refusal::Pinned { device, holder, need, kept, limit, pinned });
+        }
         if vector.shared_memory > shared_limit {
             return Some(Refusal::SharedMemory { holder, need: vector.shared_memory, limit: shared_limit });
         }
@@ -96,16 +111,55 @@ impl Ledger {
     /// Grants what can be granted, in order, and has bytes taken back for what cannot. Ends every turn.
     pub(super) fn pump(&mut self, turn: &mut Turn<'_>) {
         self.refuse_for_the_gone(turn);
+        self.refuse_beside_the_pinned(turn);
         if self.charged() > self.capacity {
             return self.take_back_for_capacity(turn);
         }
+        if let Some(time) = self.held_for(turn.now) {
+            for at in 0..self.waiters.len() {
+                if !std::mem::replace(&mut self.waiters[at].told, true) {
+                    self.say_waiting(at, DecisionKind::WaitsForDevice { time }, turn);
+                }
+            }
+            return;
+        }
+        while let Some((at, passed)) = self.next_to_grant(turn) {
+            // Whoever lacks bytes and came before, in time or in turn, has been overtaken.
+            for (other, waiter) in self.waiters.iter_mut().enumerate() {
+                if passed.contains(&waiter.id) || (other < at && waiter.blocked_since.is_some()) {
+                    waiter.overtaken += 1;
+                }
+            }
+            self.grant(at, turn);
+        }
+        self.give_luxury(turn);
+    }
+
+    /// Places of the waiting requests in the order in which they are served: those that have been overtaken enough as they came;
+    /// then by tenants, who runs least and has had least by its parts first; then as they came.
+    fn order(&self, now: Moment) -> Vec<usize> {
+        let claims = self.holders.values().filter_map(|holder| holder.claim.as_ref());
+        let mut running: BTreeMap<&Tenant, usize> = BTreeMap::new();
+        claims.for_each(|claim| *running.entry(&claim.tenant).or_default() += 1);
+        let rank = |&at: &usize| {
+            let tenant = &self.waiters[at].vector.tenant;
+            let first = self.at_bound(&self.waiters[at], now);
+            let load = self.shares.load(tenant, running.get(tenant).copied().unwrap_or(0));
+            (!first, (!first).then(|| (load, self.shares.used(tenant))), at)
+        };
+        let mut order: Vec<usize> = (0..self.waiters.len()).collect();
+        order.sort_by_key(rank);
+        order
+    }
+
+    /// The next request that can be granted, and those before it in turn that lack bytes. Has bytes taken back for the latter.
+    fn next_to_grant(&mut self, turn: &mut Turn<'_>) -> Option<(usize, Vec<RequestId>)> {
         let mut behind = Behind::Anything;
         let mut named = BTreeSet::new();
-        let mut lacking: Vec<usize> = Vec::new();
-        let mut at = 0;
-        while at < self.waiters.len() {
+        let mut lacking = Vec::new();
+        for at in self.order(turn.now) {
             let waiter = &self.waiters[at];
-            let (incarnation, shared_memory) = (waiter.vector.incarnation, waiter.vector.shared_memory);
+            let (id, incarnation, shared_memory) = (waiter.id, waiter.vector.incarnation, waiter.vector.shared_memory);
             let at_bound = self.at_bound(waiter, turn.now);
             if !named.insert(incarnation) || !self.ready(incarnation) {
                 if !std::mem::replace(&mut self.waiters[at].told, true) {
@@ -114,7 +168,6 @@ impl Ledger {
                 if at_bound {
                     behind = Behind::Nothing;
                 }
-                at += 1;
                 continue;
             }
             let need = self.need(&waiter.vector);
@@ -125,18 +178,10 @@ impl Ledger {
                 Behind::Nothing => false,
             };
             if fits && allowed {
-                self.grant(at, turn);
-                for &overtaken in &lacking {
-                    self.waiters[overtaken].overtaken += 1;
-                    if self.waiters[overtaken].overtaken >= self.rules.overtake_limit {
-                        behind = Behind::Nothing;
-                    }
-                }
-                // The next one has moved to this place.
-                continue;
+                return Some((at, lacking));
             }
             if !fits {
-                lacking.push(at);
+                lacking.push(id);
                 self.lacks(at, need, turn);
                 if behind == Behind::Anything && need > self.available() && self.take_back_for(at, need, turn) {
                     behind = Behind::NoBytes;
@@ -145,8 +190,8 @@ impl Ledger {
                     behind = Behind::Nothing;
                 }
             }
-            at += 1;
         }
+        None
     }
 
     /// Refuses requests for processes that are gone or going.
@@ -159,6 +204,25 @@ impl Ledger {
             let Some(Waiter { id, vector, .. }) = self.waiters.remove(at) else { return };
             let refusal = Refusal::HolderGone { incarnation: vector.incarnation, holder: vector.holder.clone() };
             self.refuse(id, &vector, refusal, turn);
+        }
+    }
+
+    /// Refuses requests that cannot be granted any more, because somebody has pinned what they would need.
+    fn refuse_beside_the_pinned(&mut self, turn: &mut Turn<'_>) {
+        if !self.holders.values().any(|holder| holder.pinned) {
+            return;
+        }
+        let limit = turn.shared.limit();
+        let mut at = 0;
+        while at < self.waiters.len() {
+            match self.refusal(&self.waiters[at].vector, limit) {
+                Some(refusal @ Refusal::Pinned { .. }) => {
+                    if let Some(Waiter { id, vector, .. }) = self.waiters.remove(at) {
+                        self.refuse(id, &vector, refusal, turn);
+                    }
+                }
+                Some(_) | None => at += 1,
+            }
         }
     }
 
@@ -184,10 +248,35 @@ impl Ledger {
         self.decide(turn, Some(vector.job.clone()), about, kind);
     }
 
-    /// Bytes that may go to luxury: free, and not needed by any request that waits.
-    fn luxury(&self) -> u64 {
+    /// Bytes that may go to luxury: free, and needed neither by a request that waits nor by the next stage in the queue.
+    fn luxury(&self, job: Option<&JobId>) -> u64 {
         let needed = self.waiters.iter().map(|waiter| self.need(&waiter.vector)).fold(0, u64::saturating_add);
-        self.available().saturating_sub(needed)
+        self.available().saturating_sub(needed).saturating_sub(self.reserved(job))
+    }
+
+    /// Gives bytes that nobody needs to busy processes that could use them.
+    fn give_luxury(&mut self, turn: &mut Turn<'_>) {
+        if !self.rules.weights_move || !self.waiters.is_empty() {
+            return;
+        }
+        for incarnation in self.holders.keys().copied().collect::<Vec<_>>() {
+            let Some(holder) = self.holders.get(&incarnation).filter(|h| h.attached() && h.usable()) else { continue };
+            let Some(job) = holder.claim.as_ref().map(|claim| claim.job.clone()) else { continue };
+            let Some(lease) = self.lease_for(incarnation, Purpose::Weights).copied() else { continue };
+            let lacks = lease.want.saturating_sub(lease.bytes);
+            let more = lacks.min(self.luxury(Some(&job)));
+            // Not in crumbs: each grant is a message, and a block takes more than a crumb.
+            if lease.state != LeaseState::Granted || more == 0 || (more < lacks && more < lease.want / LEAST_PART) {
+                continue;
+            }
+            let (purpose, bytes) = (Purpose::Weights, lease.bytes + more);
+            self.grow(incarnation, purpose, bytes, turn.now);
+            let about = Some((incarnation, self.title(incarnation)));
+            let kind = DecisionKind::Granted { bytes: more, waited: std::time::Duration::ZERO };
+            self.decide_about(turn, Some(job), about, Some(lease.id), kind);
+            let lease = GrantedLease { id: lease.id, purpose, bytes };
+            turn.effects.push(Effect::Grant { incarnation, lease, request_id: 0 });
+        }
     }
 
     /// Grants the request at `at`, whose need fits.
@@ -195,13 +284,15 @@ impl Ledger {
         let Some(Waiter { id, vector, since, .. }) = self.waiters.remove(at) else { return };
         let taken = turn.shared.take(vector.shared_memory);
         debug_assert!(taken, "the caller has checked that the shared memory is free");
-        let claim = Some(Claim { request: id, job: vector.job.clone() });
+        let claim = Some(Claim { request: id, job: vector.job.clone(), tenant: vector.tenant.clone() });
         let holder = self.holders.entry(vector.incarnation).or_insert_with(|| Holder {
             title: vector.holder.clone(),
             life: Life::Granted,
             claim: None,
             idle_since: turn.now,
-            retire_when_idle: false,
+            asked: Asked::Nothing,
+            pinned: false,
+            block_time: std::time::Duration::ZERO,
             measured: 0,
             overdraft: 0,
             overdraft_until: None,
@@ -215,10 +306,11 @@ impl Ledger {
         // Luxury after all needs, so that one part's luxury never takes another's need.
         for part in &vector.parts {
             let held = self.lease_for(vector.incarnation, part.purpose).map_or(0, |lease| lease.bytes);
-            let target = part.want.min(held.saturating_add(self.luxury()));
+            let target = part.want.min(held.saturating_add(self.luxury(Some(&vector.job))));
             let id = self.grow(vector.incarnation, part.purpose, target, turn.now);
             if let Some(lease) = id.and_then(|id| self.leases.get_mut(&id)) {
                 lease.floor = if part.want > part.min { part.min } else { lease.bytes };
+                lease.want = part.want.max(lease.bytes);
             }
         }
         let leases: Vec<GrantedLease> = self.leases_of(vector.incarnation).map(Lease::granted).collect();
@@ -247,7 +339,7 @@ impl Ledger {
         let id = LeaseId(self.next_lease);
         self.next_lease += 1;
         let state = LeaseState::Granted;
-        self.leases.insert(id, Lease { id, incarnation, purpose, bytes, floor: bytes, state, since: now });
+        self.leases.insert(id, Lease { id, incarnation, purpose, bytes, floor: bytes, want: bytes, state, since: now });
         Some(id)
     }
 
@@ -265,13 +357,22 @@ impl Ledger {
         let lease = self.lease_for(incarnation, purpose).copied();
         let settled = lease.is_none_or(|lease| lease.state == LeaseState::Granted);
         let held = lease.map_or(0, |lease| lease.bytes);
+        let job = self.job_of(incarnation);
+        let held_back = self.held.is_some();
         let turn_of_others = self.waiters.iter().any(|waiter| self.at_bound(waiter, turn.now));
         let mut answer = lease.map(|lease| lease.granted());
-        if busy && settled && !turn_of_others && min <= self.available() && self.charged() <= self.capacity {
-            let more = min.max(want.min(self.luxury()));
+        if busy
+            && settled
+            && !held_back
+            && !turn_of_others
+            && min <= self.available()
+            && self.charged() <= self.capacity
+        {
+            let more = min.max(want.min(self.luxury(job.as_ref())));
             let id = self.grow(incarnation, purpose, held.saturating_add(more), turn.now);
             answer = id.and_then(|id| self.leases.get_mut(&id)).map(|lease| {
                 lease.floor = lease.floor.max(held.saturating_add(min));
+                lease.want = lease.want.max(lease.bytes);
                 lease.granted()
             });
             for waiter in self.waiters.iter_mut().filter(|waiter| waiter.blocked_since.is_some()) {
@@ -279,7 +380,7 @@ impl Ledger {
             }
             let about = Some((incarnation, self.title(incarnation)));
             let kind = DecisionKind::Granted { bytes: more, waited: std::time::Duration::ZERO };
-            self.decide(turn, self.job_of(incarnation), about, kind);
+            self.decide(turn, job, about, kind);
         }
         if self.holders.get(&incarnation).is_some_and(Holder::attached) {
             let none = GrantedLease { id: LeaseId(0), purpose, bytes: 0 };

@@ -15,269 +15,37 @@
 
 mod decision;
 mod ended;
+mod event;
 mod giveback;
 mod grant;
+mod operate;
+mod rules;
+mod share;
 mod show;
 pub(super) mod state;
 mod take;
 mod token;
+mod upcoming;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::time::Duration;
 
 pub use self::decision::{Decision, DecisionKind};
 use self::ended::Ended;
-use self::state::{Holder, Lease, LeaseState, Life, Waiter};
+pub use self::event::{Effect, Event};
+use self::operate::Hold;
+pub use self::rules::Rules;
+use self::share::Shares;
+use self::state::{Asked, Holder, Lease, LeaseState, Life, Waiter};
 use self::token::Token;
-use super::handle::Afterwards;
+pub use self::upcoming::Upcoming;
 use super::invariants;
-use super::lease::{GrantedLease, Incarnation, LeaseId, LeaseKill, LeaseVector, Proof, Purpose, Refusal, RequestId};
+use super::lease::{Incarnation, LeaseId, Purpose};
 use crate::arena::SharedPool;
 use crate::clock::Moment;
-use crate::ids::{DeviceId, JobId};
-
-/// Deadlines and bounds of a ledger.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rules {
-    /// A process that has not pulsed for so long is taken for dead and killed. The supervisor's own clock is shorter
-    /// and knows more; this one holds even if that fails.
-    pub term: Duration,
-    /// The same until a started process has done its handshake.
-    pub start_term: Duration,
-    /// Time to give bytes back, before the time that moving them takes.
-    pub revise_time: Duration,
-    /// Bytes a second at which they move or are freed.
-    pub bytes_per_second: u64,
-    /// Time to exit after being asked to.
-    pub retire_time: Duration,
-    /// A release that is not proven for so long makes the device degraded.
-    pub proof_time: Duration,
-    /// A living process whose release is not proven for so long is not waited for: while it is idle and somebody needs the
-    /// bytes, it is retired, for its end is sure to be proven.
-    pub patience: Duration,
-    /// How much more than its leases a process may hold, by the device's measure.
-    pub tolerance: u64,
-    /// Whether a reaped process proves that its bytes are free. True where the kernel frees them (CPU device); false where a
-    /// driver does, and the device must be asked.
-    pub reaping_proves: bool,
-    /// How often a request that lacks bytes may be overtaken.
-    pub overtake_limit: u32,
-    /// How long a request that lacks bytes may be overtaken.
-    pub overtake_time: Duration,
-    /// Capacity grows only when more has been there for so long.
-    pub growth_time: Duration,
-    /// Whether a process that holds more than its leases and the tolerance is asked to give it back and then killed. The
-    /// overdraft is charged and reported in any case.
-    pub enforce: bool,
-}
-
-impl Default for Rules {
-    fn default() -> Self {
-        Self {
-            term: Duration::from_secs(6),
-            start_term: Duration::from_secs(60),
-            revise_time: Duration::from_secs(2),
-            bytes_per_second: 1 << 30,
-            retire_time: Duration::from_secs(3),
-            proof_time: Duration::from_secs(10),
-            patience: Duration::from_millis(100),
-            tolerance: 32 << 20,
-            reaping_proves: true,
-            overtake_limit: 8,
-            overtake_time: Duration::from_secs(30),
-            growth_time: Duration::from_secs(2),
-            enforce: false,
-        }
-    }
-}
-
-/// What happens to a ledger.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
-    /// A task asks for what it needs.
-    Request {
-        /// The request.
-        id: RequestId,
-        /// What it needs.
-        vector: LeaseVector,
-    },
-    /// A request that is not granted yet is no longer wanted.
-    Withdraw {
-        /// Which.
-        id: RequestId,
-    },
-    /// A granted request's task has ended.
-    Release {
-        /// Which.
-        id: RequestId,
-        /// What becomes of the process.
-        afterwards: Afterwards,
-    },
-    /// A process was started.
-    Spawned {
-        /// Which.
-        incarnation: Incarnation,
-    },
-    /// A process has done its handshake.
-    Attached {
-        /// Which.
-        incarnation: Incarnation,
-    },
-    /// A process is dead or about to be, and not reaped.
-    Lost {
-        /// Which.
-        incarnation: Incarnation,
-    },
-    /// A process is reaped.
-    Reaped {
-        /// Which.
-        incarnation: Incarnation,
-    },
-    /// A process lives, and says what it holds.
-    Pulse {
-        /// Which.
-        incarnation: Incarnation,
-        /// Bytes by its own measure.
-        bytes: u64,
-    },
-    /// The device says what a process holds; answers [`Effect::Measure`].
-    Measured {
-        /// Which.
-        incarnation: Incarnation,
-        /// Its bytes; `None`: the device shows no such process.
-        bytes: Option<u64>,
-    },
-    /// A process says that it holds no more than `bytes` of a lease.
-    Returned {
-        /// Which process.
-        incarnation: Incarnation,
-        /// Which lease.
-        lease: LeaseId,
-        /// What it keeps.
-        bytes: u64,
-    },
-    /// A process asks for more while it works; answered at once.
-    Extend {
-        /// Which process.
-        incarnation: Incarnation,
-        /// Its own number of the request.
-        request_id: u64,
-        /// What for.
-        purpose: Purpose,
-        /// Least bytes beyond what it holds.
-        min: u64,
-        /// Most.
-        want: u64,
-    },
-    /// Somebody wants a process gone as soon as it is idle.
-    Retire {
-        /// Which.
-        incarnation: Incarnation,
-    },
-    /// A job wants to compute.
-    TokenRequest {
-        /// The request.
-        id: RequestId,
-        /// Whose.
-        job: JobId,
-    },
-    /// A job has computed, or no longer wants to.
-    TokenEnded {
-        /// Which request.
-        id: RequestId,
-    },
-    /// The device has this much for leases now.
-    Capacity {
-        /// Bytes.
-        bytes: u64,
-    },
-    /// Time has passed, or shared memory has become free.
-    Tick,
-}
-
-/// What is to be done.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Effect {
-    /// Answer a request: granted. Its shared memory has been taken from the pool.
-    Granted {
-        /// Which.
-        id: RequestId,
-        /// For which process.
-        incarnation: Incarnation,
-        /// Every lease of the process.
-        leases: Vec<GrantedLease>,
-        /// How long it waited.
-        waited: Duration,
-        /// Bytes taken from the pool of shared memory.
-        shared_memory: u64,
-    },
-    /// Answer a request: refused.
-    Refused {
-        /// Which.
-        id: RequestId,
-        /// Why.
-        refusal: Refusal,
-    },
-    /// Tell a process what it may hold.
-    Grant {
-        /// Which.
-        incarnation: Incarnation,
-        /// The lease as it is now.
-        lease: GrantedLease,
-        /// The process's own request that this answers; 0: none.
-        request_id: u64,
-    },
-    /// Tell a process to give back.
-    Revise {
-        /// Which.
-        incarnation: Incarnation,
-        /// Which lease.
-        lease: LeaseId,
-        /// What it may keep.
-        to: u64,
-        /// Within.
-        deadline: Duration,
-    },
-    /// Ask a process to free everything and exit.
-    Retire {
-        /// Which.
-        incarnation: Incarnation,
-    },
-    /// Kill a process.
-    Kill {
-        /// Which.
-        incarnation: Incarnation,
-        /// Why.
-        cause: LeaseKill,
-    },
-    /// A release is proven: so many bytes of a lease are free.
-    Proven {
-        /// Which process.
-        incarnation: Incarnation,
-        /// Which lease.
-        lease: LeaseId,
-        /// Bytes freed.
-        bytes: u64,
-        /// How.
-        proof: Proof,
-    },
-    /// Measure a process and come back with [`Event::Measured`]. Where it cannot be measured, nothing: the
-    /// ledger asks again.
-    Measure {
-        /// Which.
-        incarnation: Incarnation,
-    },
-    /// Answer a request for the compute token: it is yours.
-    TokenGranted {
-        /// Which.
-        id: RequestId,
-    },
-    /// Tell people.
-    Decided(Decision),
-}
+use crate::ids::{DeviceId, JobId, Tenant};
 
 /// The ledger of one device.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ledger {
     pub(super) device: DeviceId,
     pub(super) rules: Rules,
@@ -291,6 +59,11 @@ pub struct Ledger {
     pub(super) leases: BTreeMap<LeaseId, Lease>,
     pub(super) waiters: VecDeque<Waiter>,
     pub(super) token: Token,
+    pub(super) shares: Shares,
+    /// What queued jobs will need, the next first.
+    pub(super) upcoming: Vec<Upcoming>,
+    /// Given to other programs.
+    pub(super) held: Option<Hold>,
     pub(super) degraded: Option<String>,
     /// Processes that are gone for ever.
     pub(super) ended: Ended,
@@ -318,6 +91,9 @@ impl Ledger {
             leases: BTreeMap::new(),
             waiters: VecDeque::new(),
             token: Token::default(),
+            shares: Shares::default(),
+            upcoming: Vec::new(),
+            held: None,
             degraded: None,
             ended: Ended::default(),
             next_lease: first_lease,
@@ -360,12 +136,30 @@ impl Ledger {
             Event::Extend { incarnation, request_id, purpose, min, want } => {
                 self.extend(incarnation, request_id, purpose, min, want, turn);
             }
-            Event::Retire { incarnation } => self.retire_when_idle(incarnation, turn),
-            Event::TokenRequest { id, job } => self.token.request(id, job, &mut turn.effects),
-            Event::TokenEnded { id } => self.token.ended(id, &mut turn.effects),
+            Event::Retire { incarnation } => self.ask(incarnation, Asked::Retire, turn),
+            Event::GiveBack { incarnation, weights } => {
+                self.ask(incarnation, if weights { Asked::Park } else { Asked::WorkingSet }, turn);
+            }
+            Event::Pin { incarnation, pinned } => self.pin(incarnation, pinned),
+            Event::Hold { time } => self.hold(time, turn),
+            Event::Unhold => self.unhold(turn),
+            Event::Upcoming { stages } => self.upcoming = stages,
+            Event::Shares { weights } => self.shares.set(weights),
+            Event::BlockTime { incarnation, time } => {
+                if let Some(holder) = self.holders.get_mut(&incarnation) {
+                    holder.block_time = holder.block_time.max(time);
+                }
+            }
+            Event::TokenRequest { id, job } => {
+                let tenant = self.tenant_of(&job);
+                self.token.request(id, job, tenant);
+            }
+            Event::TokenEnded { id } => self.token.ended(id, turn.now, &mut self.shares),
+            Event::TokenOffered { id } => self.token.offered(id, turn.now, &mut self.shares, &mut turn.effects),
             Event::Capacity { bytes } => self.capacity_changed(bytes, turn),
             Event::Tick => {}
         }
+        self.token.pass(turn.now, &self.shares, self.rules.overtake_limit, &mut turn.effects);
         self.expire(turn);
     }
 
@@ -429,7 +223,8 @@ impl Ledger {
         });
         // A request's barrier takes rights away from others and grants none, so no turn is due for it.
         let growth = [self.growth.map(|(_, since)| since + self.rules.growth_time)];
-        lives.chain(leases).chain(growth).flatten().min()
+        let held = [self.held.map(|hold| hold.until)];
+        lives.chain(leases).chain(growth).chain(held).flatten().min()
     }
 
     /// When the device will be degraded for something unproven since then; `None` once it is.
@@ -453,6 +248,12 @@ impl Ledger {
         Some(self.holders.get(&incarnation)?.claim.as_ref()?.job.clone())
     }
 
+    /// Whose job this is; nobody's where it has no task here.
+    fn tenant_of(&self, job: &JobId) -> Tenant {
+        let claims = self.holders.values().filter_map(|holder| holder.claim.as_ref());
+        claims.filter(|claim| claim.job == *job).map(|claim| claim.tenant.clone()).next().unwrap_or_else(|| "".into())
+    }
+
     fn decide(
         &self,
         turn: &mut Turn<'_>,
@@ -460,11 +261,22 @@ impl Ledger {
         about: Option<(Incarnation, String)>,
         kind: DecisionKind,
     ) {
+        self.decide_about(turn, job, about, None, kind);
+    }
+
+    fn decide_about(
+        &self,
+        turn: &mut Turn<'_>,
+        job: Option<JobId>,
+        about: Option<(Incarnation, String)>,
+        lease: Option<LeaseId>,
+        kind: DecisionKind,
+    ) {
         let (incarnation, title) = match about {
             Some((incarnation, title)) => (Some(incarnation), title),
             None => (None, String::new()),
         };
-        let decision = Decision { at: turn.now, device: self.device.clone(), job, incarnation, title, kind };
+        let decision = Decision { at: turn.now, device: self.device.clone(), job, incarnation, title, lease, kind };
         turn.effects.push(Effect::Decided(decision));
     }
 }

@@ -21,6 +21,7 @@ impl Ledger {
             unproven: self.leases.values().filter(unproven).map(|lease| lease.bytes - lease.remains()).sum(),
             overdraft: self.holders.values().map(|holder| holder.overdraft).sum(),
             degraded: self.degraded.clone(),
+            held_until: None,
             leases: self.leases.values().map(|lease| self.lease_view(lease, now)).collect(),
             holders: self.holder_views(now),
             waiters: self.waiter_views(now),
@@ -58,6 +59,7 @@ impl Ledger {
             },
             leased: self.leases_of(incarnation).map(|lease| lease.bytes).sum(),
             measured: holder.measured,
+            pinned: holder.pinned,
             job: holder.claim.as_ref().map(|claim| claim.job.clone()),
             idle: holder.claim.is_none().then(|| now.saturating_sub(holder.idle_since)),
         };

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use super::super::lease::{GrantedLease, Incarnation, LeaseId, LeaseVector, Purpose, RequestId};
 use crate::clock::Moment;
-use crate::ids::JobId;
+use crate::ids::{JobId, Tenant};
 
 /// Where a holder's life stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::residency) enum Life {
     /// Granted to, but no process was started: its leases vanish with its claim.
     Granted,
@@ -38,7 +38,7 @@ pub(in crate::residency) enum Life {
 }
 
 /// When something is measured next, at growing intervals.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::residency) struct Measure {
     pub(in crate::residency) at: Moment,
     interval: Duration,
@@ -61,22 +61,40 @@ impl Measure {
 }
 
 /// The task that a holder works for.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(in crate::residency) struct Claim {
     pub(in crate::residency) request: RequestId,
     pub(in crate::residency) job: JobId,
+    pub(in crate::residency) tenant: Tenant,
+}
+
+/// What was asked of a process for the time when it is idle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(in crate::residency) enum Asked {
+    /// Nothing.
+    Nothing,
+    /// Its working set.
+    WorkingSet,
+    /// Its weights too: only its context stays.
+    Park,
+    /// Everything: it exits.
+    Retire,
 }
 
 /// A process, running or to be started, that holds leases.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(in crate::residency) struct Holder {
     pub(in crate::residency) title: String,
     pub(in crate::residency) life: Life,
     pub(in crate::residency) claim: Option<Claim>,
     /// When its last task ended; without meaning while claimed.
     pub(in crate::residency) idle_since: Moment,
-    /// Retire it as soon as it is idle.
-    pub(in crate::residency) retire_when_idle: bool,
+    /// What it gives back as soon as it is idle.
+    pub(in crate::residency) asked: Asked,
+    /// Not to be taken off for others.
+    pub(in crate::residency) pinned: bool,
+    /// The longest it was seen to take from one boundary, at which it can give back, to the next.
+    pub(in crate::residency) block_time: Duration,
     /// What it said or was measured last to hold.
     pub(in crate::residency) measured: u64,
     /// Bytes beyond its leases and the tolerance, by `measured`; charged.
@@ -88,7 +106,7 @@ pub(in crate::residency) struct Holder {
 impl Holder {
     /// Whether it may be given a task and more bytes.
     pub(in crate::residency) fn usable(&self) -> bool {
-        matches!(self.life, Life::Granted | Life::Alive { .. }) && !self.retire_when_idle
+        matches!(self.life, Life::Granted | Life::Alive { .. }) && self.asked != Asked::Retire
     }
 
     /// Whether bytes may be taken from it for others: running and without a task.
@@ -103,7 +121,7 @@ impl Holder {
 }
 
 /// Where a lease stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::residency) enum LeaseState {
     /// Held.
     Granted,
@@ -126,7 +144,7 @@ pub(in crate::residency) enum LeaseState {
 }
 
 /// Bytes of one purpose that one process holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::residency) struct Lease {
     pub(in crate::residency) id: LeaseId,
     pub(in crate::residency) incarnation: Incarnation,
@@ -135,6 +153,8 @@ pub(in crate::residency) struct Lease {
     pub(in crate::residency) bytes: u64,
     /// What a revision must leave while the holder is busy.
     pub(in crate::residency) floor: u64,
+    /// What its task could use.
+    pub(in crate::residency) want: u64,
     pub(in crate::residency) state: LeaseState,
     pub(in crate::residency) since: Moment,
 }
@@ -154,7 +174,7 @@ impl Lease {
 }
 
 /// A request that is not granted yet.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(in crate::residency) struct Waiter {
     pub(in crate::residency) id: RequestId,
     pub(in crate::residency) vector: LeaseVector,
