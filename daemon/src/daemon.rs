@@ -21,7 +21,8 @@ use crate::arena::{Arena, ArenaLimits, host_free};
 use crate::clock::RuntimeClock;
 use crate::config::Config;
 use crate::ids::DeviceId;
-use crate::jobs::{Admission, Jobs};
+use crate::jobs::durable::{self, DiskStore, Keeper, Store, StoreError};
+use crate::jobs::{Admission, Drained, Jobs};
 use crate::journal::Journal;
 use crate::memory;
 use crate::models::Registry;
@@ -61,6 +62,9 @@ pub enum DaemonError {
     /// A device is not what the configuration says.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// Accepted jobs cannot be recorded where the configuration says.
+    #[error(transparent)]
+    Store(#[from] StoreError),
     /// The host has no room for tensors.
     #[error("{0}")]
     SharedMemory(String),
@@ -81,11 +85,15 @@ impl DaemonError {
     /// How the process ends because of it.
     pub fn exit(&self) -> ProgramExit {
         match self {
-            Self::Held(DeviceLockError::Held { .. }) | Self::Socket(SocketError::Held(_)) => ProgramExit::Held,
+            Self::Held(DeviceLockError::Held { .. })
+            | Self::Socket(SocketError::Held(_))
+            | Self::Store(StoreError::Held(_)) => ProgramExit::Held,
             Self::Device(DeviceError::Budget { .. }) | Self::Socket(_) | Self::SharedMemory(_) => ProgramExit::Usage,
-            Self::Held(DeviceLockError::Io { .. }) | Self::Device(_) | Self::System { .. } | Self::Server(_) => {
-                ProgramExit::Failure
-            }
+            Self::Held(DeviceLockError::Io { .. })
+            | Self::Device(_)
+            | Self::Store(_)
+            | Self::System { .. }
+            | Self::Server(_) => ProgramExit::Failure,
         }
     }
 }
@@ -171,8 +179,15 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), DaemonError
     let arena = Arena::new(claims.instance.id(), shared_memory);
     let identity =
         Identity { instance: claims.instance.id().into(), endpoint: endpoint.to_string(), started: SystemTime::now() };
-    let parts = Parts::build(&config, device, arena, identity, link, &link_path)?;
-    let Parts { workers, jobs, generation, control, shutdown, ending } = parts;
+    let store = store(&config, holder.private)?;
+    let parts = Parts::build(&config, device, arena, identity, link, &link_path, store.clone())?;
+    let Parts { workers, jobs, admission, generation, control, shutdown, ending } = parts;
+    // What was accepted before comes before what is new: clients are answered when it is back in its place.
+    let early = tokio::select! {
+        biased;
+        name = signals.next() => Some(Ending::Signal(name)),
+        () = take_up(store, &admission, &jobs) => None,
+    };
     let server = PublicServer::start(generation, control, listeners).await;
     let mut server = server.map_err(|error| DaemonError::Server(error.to_string()))?;
     for endpoint in &endpoints {
@@ -187,11 +202,14 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), DaemonError
     notify::service_manager("READY=1");
     let trimming = tokio::spawn(trim_when_idle(jobs.clone()));
 
-    let why = tokio::select! {
-        name = signals.next() => Ending::Signal(name),
-        () = shutdown.cancelled() => Ending::Drained,
-        () = owner_gone(inherited.owner, &jobs) => Ending::OwnerGone,
-        problem = server.failed() => Ending::Failed(problem),
+    let why = match early {
+        Some(why) => why,
+        None => tokio::select! {
+            name = signals.next() => Ending::Signal(name),
+            () = shutdown.cancelled() => Ending::Drained,
+            () = owner_gone(inherited.owner, &jobs) => Ending::OwnerGone,
+            problem = server.failed() => Ending::Failed(problem),
+        },
     };
     notify::service_manager("STOPPING=1");
     let outcome = stop(&config, &why, &mut signals, workers, jobs, server, &ending).await;
@@ -261,10 +279,33 @@ fn arena_limits(config: &Config) -> Result<ArenaLimits, DaemonError> {
     Ok(limits)
 }
 
+/// Where accepted jobs are recorded. A private daemon records none: its jobs are for a client that ends with it.
+fn store(config: &Config, private: bool) -> Result<Option<Arc<dyn Store>>, DaemonError> {
+    let Some(folder) = config.state_dir.as_ref().filter(|_| !private) else { return Ok(None) };
+    match DiskStore::open(folder) {
+        Ok(store) => Ok(Some(Arc::new(store))),
+        // Where nobody asked for it, a daemon without it is better than none.
+        Err(error) if !config.origins.contains_key("state_dir") => {
+            tracing::warn!(%error, "accepted jobs will not outlive this daemon");
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+async fn take_up(store: Option<Arc<dyn Store>>, admission: &Admission, jobs: &Jobs) {
+    let Some(store) = store else { return };
+    let count = durable::take_up(store, admission, jobs).await;
+    if count > 0 {
+        tracing::info!(jobs = count, "took up what was accepted before");
+    }
+}
+
 /// What is built of the configuration.
 struct Parts {
     workers: Workers,
     jobs: Jobs,
+    admission: Admission,
     generation: GenerationService,
     control: ControlService,
     shutdown: CancellationToken,
@@ -280,6 +321,7 @@ impl Parts {
         identity: Identity,
         link: tokio::net::UnixListener,
         link_path: &Path,
+        store: Option<Arc<dyn Store>>,
     ) -> Result<Self, DaemonError> {
         let workers = Workers::launch(config.worker_binary.clone(), config.workers.clone(), link, link_path)
             .map_err(system("start the spawning thread"))?;
@@ -300,14 +342,14 @@ impl Parts {
         );
         let registry = Registry::new(config.models.clone(), Arc::new(workers.clone()));
         let admission = Admission::new(registry, config.jobs.clone(), needs);
-        let jobs = Jobs::start(Arc::new(dispatcher), config.jobs.clone());
+        let jobs = Jobs::start_with(Arc::new(dispatcher), config.jobs.clone(), store.map(Keeper::start));
         let (shutdown, ending) = (CancellationToken::new(), CancellationToken::new());
         jobs.follow(&journal);
         let overview = Arc::new(Live { residency, workers: workers.clone(), arena });
         let generation = GenerationService::new(jobs.clone(), admission.clone());
         let backing = Backing {
             jobs: jobs.clone(),
-            admission,
+            admission: admission.clone(),
             overview,
             journal,
             ending: ending.clone(),
@@ -315,7 +357,7 @@ impl Parts {
             drain_grace: config.drain,
         };
         let control = ControlService::new(identity, backing);
-        Ok(Self { workers, jobs, generation, control, shutdown, ending })
+        Ok(Self { workers, jobs, admission, generation, control, shutdown, ending })
     }
 }
 
@@ -367,7 +409,8 @@ async fn stop(
     server.refuse().await;
     tokio::select! {
         drained = jobs.drain(drain) => {
-            tracing::debug!(finished = drained.finished, cancelled = drained.cancelled, "drained");
+            let Drained { finished, cancelled, kept } = drained;
+            tracing::info!(finished, cancelled, kept, "drained");
         }
         name = signals.next() => {
             tracing::info!(signal = name, "cancelling all jobs");

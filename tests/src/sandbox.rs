@@ -65,6 +65,7 @@ impl Sandbox {
             .env("XDG_RUNTIME_DIR", self.path().join("run"))
             .env("XDG_CONFIG_HOME", self.path().join("config"))
             .env("XDG_CACHE_HOME", cache)
+            .env("XDG_STATE_HOME", self.path().join("state"))
             .env("HOME", self.path().join("home"))
             .env("SDD_SYSTEM_SOCKET", self.path().join("no-system-socket"))
             .env("NO_COLOR", "1")

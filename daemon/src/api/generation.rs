@@ -39,7 +39,12 @@ impl GenerationService {
         Self { jobs, admission }
     }
 
-    async fn submit_image(&self, caller: Caller, image: Option<ImageRequest>) -> Result<(JobId, Watcher), Status> {
+    async fn submit_image(
+        &self,
+        caller: Caller,
+        image: Option<ImageRequest>,
+        keep: bool,
+    ) -> Result<(JobId, Watcher), Status> {
         let image = image.ok_or_else(|| Status::invalid_argument("the call has no image request: fill in `image`"))?;
         // Refused before the request is looked at, which may mean inspecting a model.
         if self.jobs.activity().borrow().draining {
@@ -47,7 +52,11 @@ impl GenerationService {
         }
         let (admitted, grouping) =
             self.admission.admit(image, caller.asker()).await.map_err(|error| of_admission(&error))?;
-        self.jobs.submit(caller.tenant(), admitted, grouping).await.map_err(|error| of_submit(&error))
+        let submitted = match keep {
+            true => self.jobs.submit_kept(caller.tenant(), admitted, grouping).await,
+            false => self.jobs.submit(caller.tenant(), admitted, grouping).await,
+        };
+        submitted.map_err(|error| of_submit(&error))
     }
 }
 
@@ -84,7 +93,7 @@ impl Generation for GenerationService {
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let caller = Caller::of(request.extensions());
         let GenerateRequest { image, keep } = request.into_inner();
-        let (job, watcher) = self.submit_image(caller, image).await?;
+        let (job, watcher) = self.submit_image(caller, image, keep).await?;
         let jobs = self.jobs.clone();
         let gone = move || {
             if !keep {
@@ -96,7 +105,7 @@ impl Generation for GenerationService {
 
     async fn submit(&self, request: Request<SubmitRequest>) -> Result<Response<SubmitResponse>, Status> {
         let caller = Caller::of(request.extensions());
-        let (job, _) = self.submit_image(caller, request.into_inner().image).await?;
+        let (job, _) = self.submit_image(caller, request.into_inner().image, true).await?;
         Ok(Response::new(SubmitResponse { job_id: job.to_string() }))
     }
 

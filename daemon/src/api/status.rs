@@ -11,6 +11,7 @@
 //! | not the operator | `PERMISSION_DENIED` | `OPERATOR_ONLY` |
 //! | no such job, or another tenant's | `NOT_FOUND` | `UNKNOWN_JOB` |
 //! | queue full | `RESOURCE_EXHAUSTED` + `RetryInfo` | `QUEUE_FULL` |
+//! | a job that is to be kept cannot be recorded | `RESOURCE_EXHAUSTED` | `NOT_RECORDED` |
 //! | draining | `UNAVAILABLE` | `DRAINING` |
 
 use std::collections::HashMap;
@@ -100,6 +101,9 @@ pub fn of_submit(error: &SubmitError) -> Status {
             let mut details = details("QUEUE_FULL", &[]);
             details.set_retry_info(Some(RETRY));
             Status::with_error_details(Code::ResourceExhausted, full.to_string(), details)
+        }
+        SubmitError::NotRecorded(_) => {
+            Status::with_error_details(Code::ResourceExhausted, error.to_string(), details("NOT_RECORDED", &[]))
         }
         SubmitError::Draining => {
             Status::with_error_details(Code::Unavailable, error.to_string(), details("DRAINING", &[]))

@@ -168,6 +168,14 @@ impl Checker<'_> {
         Ok(limits)
     }
 
+    fn state_dir(&self, raw: &Raw) -> Result<Option<PathBuf>, ConfigError> {
+        if raw.durable == Some(false) {
+            return Ok(None);
+        }
+        let chosen = raw.state_dir.clone().map(|path| self.absolute("state_dir", path)).transpose()?;
+        Ok(chosen.or_else(places::state_dir))
+    }
+
     fn models(&self, raw: &Raw) -> Result<RegistryConfig, ConfigError> {
         let mut models = BTreeMap::new();
         for (name, path) in &raw.models {
@@ -289,6 +297,7 @@ impl Config {
             socket_mode: checker.socket_mode(raw.socket_mode.as_deref())?,
             runtime_dir,
             lock_dir: raw.lock_dir.clone().map(|path| checker.absolute("lock_dir", path)).transpose()?,
+            state_dir: checker.state_dir(&raw)?,
             models: checker.models(&raw)?,
             threads: checker.threads(raw.threads)?,
             worker_binary: checker.worker(raw.worker_binary.clone())?,

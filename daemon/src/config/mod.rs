@@ -84,6 +84,8 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// Folder of the locks; absent: [`sd_proto::instance::default_lock_dir`].
     pub lock_dir: Option<PathBuf>,
+    /// Folder of recorded jobs; absent: none is known that could be it, or jobs are not recorded.
+    pub state_dir: Option<PathBuf>,
     /// Which models there are.
     pub models: RegistryConfig,
     /// Threads that compute on the CPU.

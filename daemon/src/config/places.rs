@@ -29,6 +29,15 @@ pub(super) fn cache_dir() -> PathBuf {
     }
 }
 
+/// `$XDG_STATE_HOME/sdd`, else `~/.local/state/sdd`, else `/var/lib/sdd` for root; others without a home have none.
+pub(super) fn state_dir() -> Option<PathBuf> {
+    let state = absolute("XDG_STATE_HOME").or_else(|| Some(absolute("HOME")?.join(".local/state")));
+    match state {
+        Some(state) => Some(state.join("sdd")),
+        None => is_root().then(|| PathBuf::from("/var/lib/sdd")),
+    }
+}
+
 /// Root's daemon serves the system: its sockets for workers lie in a folder of their own, because clients of other users
 /// must be able to enter the one above.
 pub(super) fn runtime_dir() -> PathBuf {

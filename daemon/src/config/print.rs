@@ -30,6 +30,8 @@ impl Config {
             "runtime_dir" => path(&self.runtime_dir),
             "cache_dir" => path(&self.models.cache_dir),
             "lock_dir" => path(self.lock_dir.as_ref()?),
+            "state_dir" => path(self.state_dir.as_ref()?),
+            "durable" => self.state_dir.is_some().to_string(),
             "models_dir" => path(self.models.folder.as_ref()?),
             "default_model" => quoted(self.models.default.as_deref().unwrap_or(crate::models::registry::EMBEDDED)),
             "threads" => self.threads.to_string(),

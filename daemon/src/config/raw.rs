@@ -18,6 +18,8 @@ pub struct Raw {
     pub runtime_dir: Option<PathBuf>,
     pub cache_dir: Option<PathBuf>,
     pub lock_dir: Option<PathBuf>,
+    pub state_dir: Option<PathBuf>,
+    pub durable: Option<bool>,
     pub models_dir: Option<PathBuf>,
     pub default_model: Option<String>,
     pub models: BTreeMap<String, PathBuf>,
@@ -109,7 +111,7 @@ const fn key(name: &'static str, kind: Kind, help: &'static str) -> Key {
 }
 
 /// Every key with a fixed name, in the order in which they are printed. `[models]` (name = folder) comes on top.
-pub const KEYS: [Key; 34] = [
+pub const KEYS: [Key; 36] = [
     key("listen", Kind::List, "where clients connect: unix:PATH or HOST:PORT (port 0: any free one), several possible"),
     key(
         "insecure_listen",
@@ -120,6 +122,8 @@ pub const KEYS: [Key; 34] = [
     key("runtime_dir", Kind::Text, "folder of the sockets, entered by this user alone"),
     key("cache_dir", Kind::Text, "where the model that is built in is written to"),
     key("lock_dir", Kind::Text, "host-wide folder of the locks on devices; the same for every user of a host"),
+    key("state_dir", Kind::Text, "folder of accepted jobs, entered by this user alone: what a restart finds again"),
+    key("durable", Kind::Switch, "record accepted jobs, prompts included, so that they go on after a restart"),
     key("models_dir", Kind::Text, "folder whose subfolders are models, named as they are"),
     key("default_model", Kind::Text, "the model of requests that name none"),
     key("threads", Kind::Number, "threads that compute on the CPU"),

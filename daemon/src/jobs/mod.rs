@@ -5,11 +5,13 @@
 //! * [`log`]: a job's events, kept for those who watch late.
 //! * [`queue`], [`wait`]: who is next, and how long it takes until then.
 //! * [`service`]: the one owner of all jobs; [`Jobs`] is its handle.
+//! * [`durable`]: accepted jobs on disk, so that they outlive the daemon.
 //! * [`driver`]: runs one job's stages in order; `decisions`: what was decided about memory becomes its job's events.
 
 pub mod admission;
 mod decisions;
 pub mod driver;
+pub mod durable;
 #[cfg(test)]
 pub(crate) mod fixtures;
 pub mod limits;

@@ -3,12 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use sd_proto::v1::{self, Failure, FailureReason, Queued, Succeeded, job_event};
+use sd_proto::v1::{self, Failure, FailureReason, Note, Queued, Succeeded, job_event};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
 use super::decisions;
 use super::driver::{self, Assignment};
+use super::durable::keeper::Recorded;
+use super::durable::{Keeper, TakenUp};
 use super::limits::Limits;
 use super::log::{EventLog, Watcher};
 use super::queue::{Queue, QueueFull};
@@ -47,6 +49,8 @@ pub struct Drained {
     pub finished: u32,
     /// Jobs that were cancelled at its deadline.
     pub cancelled: u32,
+    /// Jobs that are recorded and go on at the daemon's next start.
+    pub kept: u32,
 }
 
 /// Why a job is not taken.
@@ -58,6 +62,9 @@ pub enum SubmitError {
     /// The daemon drains or is shutting down.
     #[error("this daemon takes no more jobs: it is shutting down")]
     Draining,
+    /// It is to outlive the daemon and cannot be recorded.
+    #[error("{0}")]
+    NotRecorded(String),
 }
 
 /// No such job, or none of this viewer's.
@@ -67,12 +74,20 @@ pub struct NotFound(pub JobId);
 
 type Reply<T> = oneshot::Sender<T>;
 
+/// What a submission came to, and where the job is being recorded, when that will be done.
+type Taken = (JobId, Arc<EventLog>, Option<oneshot::Receiver<Recorded>>);
+
 enum Command {
     Submit {
         tenant: Tenant,
         request: Box<Admitted>,
         grouping: Grouping,
-        reply: Reply<Result<(JobId, Arc<EventLog>), SubmitError>>,
+        keep: bool,
+        reply: Reply<Result<Taken, SubmitError>>,
+    },
+    TakeUp {
+        jobs: Vec<TakenUp>,
+        reply: Reply<()>,
     },
     Log {
         job: JobId,
@@ -117,11 +132,17 @@ pub struct Jobs {
     abandoned: mpsc::UnboundedSender<Command>,
     activity: watch::Receiver<Activity>,
     entries: mpsc::Sender<(JobId, Entry)>,
+    keeper: Option<Keeper>,
 }
 
 impl Jobs {
-    /// Starts the owner's task on the current runtime. It ends when the last handle is dropped.
+    /// Starts the owner's task on the current runtime. It ends when the last handle is dropped. No job outlives it.
     pub fn start<R: StageRunner>(runner: Arc<R>, limits: Limits) -> Self {
+        Self::start_with(runner, limits, None)
+    }
+
+    /// As [`Jobs::start`]; jobs that are to be kept are recorded by `keeper`.
+    pub fn start_with<R: StageRunner>(runner: Arc<R>, limits: Limits, keeper: Option<Keeper>) -> Self {
         let (commands, receiver) = mpsc::channel(64);
         let (abandoned, abandoned_receiver) = mpsc::unbounded_channel();
         let (activity, activity_receiver) = watch::channel(Activity::default());
@@ -140,9 +161,11 @@ impl Jobs {
             draining: None,
             shutting_down: Vec::new(),
             refusing: false,
+            keeper: keeper.clone(),
+            next_order: 0,
         };
         tokio::spawn(owner.run(receiver, abandoned_receiver, entries_receiver, ends_receiver));
-        Self { commands, abandoned, activity: activity_receiver, entries }
+        Self { commands, abandoned, activity: activity_receiver, entries, keeper }
     }
 
     async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Option<T> {
@@ -161,12 +184,48 @@ impl Jobs {
         request: Admitted,
         grouping: Grouping,
     ) -> Result<(JobId, Watcher), SubmitError> {
+        self.submit_as(tenant, request, grouping, false).await
+    }
+
+    /// Takes a job that outlives the daemon, where it has a store: then the job is recorded when this returns.
+    ///
+    /// # Errors
+    /// As [`Jobs::submit`]; [`SubmitError::NotRecorded`] where the store cannot take it, and then it does not run either.
+    pub async fn submit_kept(
+        &self,
+        tenant: Tenant,
+        request: Admitted,
+        grouping: Grouping,
+    ) -> Result<(JobId, Watcher), SubmitError> {
+        self.submit_as(tenant, request, grouping, true).await
+    }
+
+    async fn submit_as(
+        &self,
+        tenant: Tenant,
+        request: Admitted,
+        grouping: Grouping,
+        keep: bool,
+    ) -> Result<(JobId, Watcher), SubmitError> {
         let request = Box::new(request);
-        let (job, log) = self
-            .ask(|reply| Command::Submit { tenant, request, grouping, reply })
+        let (job, log, recording) = self
+            .ask(|reply| Command::Submit { tenant, request, grouping, keep, reply })
             .await
             .unwrap_or(Err(SubmitError::Draining))?;
+        if let Some(recording) = recording {
+            let recorded = recording.await.unwrap_or_else(|_| Err("the store of jobs has ended".into()));
+            if let Err(problem) = recorded {
+                self.abandon(job, "it could not be recorded, and was refused");
+                return Err(SubmitError::NotRecorded(problem));
+            }
+        }
         Ok((job, Watcher::new(log, 0)))
+    }
+
+    /// Takes jobs that were recorded before the daemon's restart, in this order and under their ids, whatever the limits say
+    /// about new ones. Those that cannot go on end at once. Their first events are there when this returns.
+    pub async fn take_up(&self, jobs: Vec<TakenUp>) {
+        let _ = self.ask(|reply| Command::TakeUp { jobs, reply }).await;
     }
 
     /// A reader of a job's events after `after`.
@@ -221,14 +280,19 @@ impl Jobs {
         let _ = self.abandoned.send(Command::Abandon { job, reason });
     }
 
-    /// Refuses new jobs from now on, waits up to `grace` for those that live, then cancels them and waits for their ends.
+    /// Refuses new jobs from now on, waits up to `grace` for those that live, then cancels them, or keeps those that are
+    /// recorded for the daemon's next start, and waits for their ends.
     pub async fn drain(&self, grace: Duration) -> Drained {
         self.ask(|reply| Command::Drain { grace, reply }).await.unwrap_or_default()
     }
 
-    /// Refuses new jobs, stops all that live, and returns when each has its terminal event.
+    /// Refuses new jobs, stops all that live, and returns when each has its terminal event and the records are as they are to
+    /// be found by the next start.
     pub async fn shutdown(&self) {
         let _ = self.ask(|reply| Command::Shutdown { reply }).await;
+        if let Some(keeper) = &self.keeper {
+            keeper.flush().await;
+        }
     }
 
     /// How much is going on, to be watched.
@@ -257,6 +321,8 @@ struct Owner<R> {
     draining: Option<Draining>,
     shutting_down: Vec<Reply<()>>,
     refusing: bool,
+    keeper: Option<Keeper>,
+    next_order: u64,
 }
 
 impl<R: StageRunner> Owner<R> {
@@ -290,20 +356,30 @@ impl<R: StageRunner> Owner<R> {
             self.settle();
         }
         // Nobody is left who could ask: let the drivers stop.
-        let living: Vec<JobId> = self.store.living().map(|record| record.id.clone()).collect();
-        for job in living {
-            self.apply(&job, Input::Shutdown);
+        self.stop_all();
+    }
+
+    /// Lets the living jobs stop: those that are recorded go on at the next start.
+    fn stop_all(&mut self) {
+        let living: Vec<(JobId, bool)> =
+            self.store.living().map(|record| (record.id.clone(), record.recorded.is_some())).collect();
+        for (job, kept) in living {
+            self.apply(&job, Input::Shutdown { kept });
         }
     }
 
     fn command(&mut self, command: Command) {
         // A reply that nobody waits for any more is not an error.
         match command {
-            Command::Submit { tenant, request, grouping, reply } => {
-                let submitted = self.submit(tenant, *request, grouping);
-                if let Err(Ok((job, _))) = reply.send(submitted) {
+            Command::Submit { tenant, request, grouping, keep, reply } => {
+                let submitted = self.submit(tenant, *request, grouping, keep);
+                if let Err(Ok((job, ..))) = reply.send(submitted) {
                     self.apply(&job, Input::Cancel { reason: "the client went away while submitting".into() });
                 }
+            }
+            Command::TakeUp { jobs, reply } => {
+                jobs.into_iter().for_each(|job| self.take_up(job));
+                let _ = reply.send(());
             }
             Command::Log { job, viewer, reply } => {
                 let _ = reply.send(self.store.visible(&job, &viewer).map(|record| record.log.clone()));
@@ -346,10 +422,7 @@ impl<R: StageRunner> Owner<R> {
             Command::Shutdown { reply } => {
                 self.refusing = true;
                 self.shutting_down.push(reply);
-                let living: Vec<JobId> = self.store.living().map(|record| record.id.clone()).collect();
-                for job in living {
-                    self.apply(&job, Input::Shutdown);
-                }
+                self.stop_all();
             }
         }
     }
@@ -359,7 +432,8 @@ impl<R: StageRunner> Owner<R> {
         tenant: Tenant,
         request: Admitted,
         grouping: Grouping,
-    ) -> Result<(JobId, Arc<EventLog>), SubmitError> {
+        keep: bool,
+    ) -> Result<Taken, SubmitError> {
         if self.refusing {
             return Err(SubmitError::Draining);
         }
@@ -367,10 +441,49 @@ impl<R: StageRunner> Owner<R> {
         let limits = &self.limits;
         self.queue.push(id.clone(), tenant.clone(), limits.queued_jobs, limits.queued_jobs_per_tenant)?;
         let plan = StagePlan::of(&request, grouping);
-        let record = Record::new(id.clone(), tenant, request, plan);
+        let mut record = Record::new(id.clone(), tenant, request, plan);
+        let keeper = self.keeper.as_ref().filter(|_| keep);
+        record.recorded = keeper.map(|_| self.next_order);
+        // What waits for the medium is only the client: the job may begin meanwhile.
+        let recording = keeper.zip(record.durable()).map(|(keeper, job)| keeper.put(job));
+        self.next_order += u64::from(recording.is_some());
         let log = record.log.clone();
+        self.queued(record);
+        Ok((id, log, recording))
+    }
+
+    fn take_up(&mut self, taken: TakenUp) {
+        let (note, id) = (taken.note(), taken.job.id.clone());
+        self.next_order = self.next_order.max(taken.job.order + 1);
+        let job = &taken.job;
+        match taken.outcome {
+            Ok((request, grouping)) => {
+                let plan = StagePlan::of(&request, grouping);
+                // It was accepted: no limit of today takes that back.
+                let waits = self.queue.push(id.clone(), job.tenant.clone(), usize::MAX, usize::MAX);
+                debug_assert!(waits.is_ok(), "nothing is above these limits");
+                self.queued(Record::new(id.clone(), job.tenant.clone(), request, plan).taken_up(job));
+                self.note(&id, note);
+            }
+            Err(failure) => {
+                self.queued(Record::lost(job));
+                self.note(&id, note);
+                self.apply(&id, Input::Refuse(failure));
+            }
+        }
+    }
+
+    fn note(&self, job: &JobId, text: String) {
+        if let Some(record) = self.store.get(job) {
+            record.log.append(job_event::Event::Note(Note { text }), SystemTime::now());
+        }
+    }
+
+    /// Puts a job among the others; its first event says where it stands.
+    fn queued(&mut self, record: Record) {
+        let id = record.id.clone();
         self.store.insert(record);
-        let record = &self.store.get(&id).expect("inserted above");
+        let Some(record) = self.store.get(&id) else { return };
         let queued = Queued {
             position: self.position(&id).unwrap_or(0),
             estimated_wait: self.estimated_wait(&id).map(duration),
@@ -378,8 +491,7 @@ impl<R: StageRunner> Owner<R> {
             plan: Some(record.numeric_plan().clone()),
         };
         tracing::info!(job = %id, tenant = %record.tenant, model = record.shown().model, position = queued.position, "job queued");
-        log.append(job_event::Event::Queued(queued), SystemTime::now());
-        Ok((id, log))
+        record.log.append(job_event::Event::Queued(queued), SystemTime::now());
     }
 
     /// Jobs ahead of one that waits; 0 where it starts at once.
@@ -436,6 +548,9 @@ impl<R: StageRunner> Owner<R> {
             }
             Effect::Start => {
                 record.note_start();
+                if let (Some(keeper), Some(_)) = (&self.keeper, record.recorded) {
+                    keeper.started(job.clone());
+                }
                 let Some(living) = &record.living else { return };
                 let assignment = Assignment {
                     job: job.clone(),
@@ -464,6 +579,15 @@ impl<R: StageRunner> Owner<R> {
                 }
             }
             Effect::End(ending) => {
+                let kept = record.recorded.is_some() && ending.is_shutdown();
+                if let (Some(keeper), Some(_)) = (&self.keeper, record.recorded) {
+                    match record.durable().filter(|_| kept && record.has_run()) {
+                        // Written anew, because this is no run that was broken off.
+                        Some(job) => drop(keeper.put(job)),
+                        None if kept => {}
+                        None => keeper.remove(job.clone()),
+                    }
+                }
                 record.note_end();
                 let event = match ending {
                     Ending::Succeeded => job_event::Event::Succeeded(Succeeded {
@@ -477,7 +601,9 @@ impl<R: StageRunner> Owner<R> {
                 record.log.append(event, SystemTime::now());
                 self.queue.remove(job);
                 if let Some(draining) = &mut self.draining {
-                    if draining.overdue {
+                    if kept {
+                        draining.counts.kept += 1;
+                    } else if draining.overdue {
                         draining.counts.cancelled += 1;
                     } else {
                         draining.counts.finished += 1;
@@ -499,9 +625,16 @@ impl<R: StageRunner> Owner<R> {
         if let Some(draining) = &mut self.draining {
             draining.overdue = true;
         }
-        let living: Vec<JobId> = self.store.living().map(|record| record.id.clone()).collect();
-        for job in living {
-            self.apply(&job, Input::Cancel { reason: "the daemon was drained and the job's time was up".into() });
+        let living: Vec<(JobId, bool)> =
+            self.store.living().map(|record| (record.id.clone(), record.recorded.is_some())).collect();
+        for (job, kept) in living {
+            self.apply(
+                &job,
+                match kept {
+                    true => Input::Shutdown { kept },
+                    false => Input::Cancel { reason: "the daemon was drained and the job's time was up".into() },
+                },
+            );
         }
     }
 

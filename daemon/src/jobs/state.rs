@@ -4,7 +4,7 @@
 //!            Dispatch            DriverEnded
 //!   Queued ───────────► Running ─────────────► Ended(Succeeded | Failed)
 //!      │ Cancel,            │ Cancel, Shutdown
-//!      │ Shutdown           ▼        DriverEnded
+//!      │ Shutdown, Refuse   ▼        DriverEnded
 //!      └──────────┐     Stopping ────────────► Ended(Cancelled | Failed by shutdown)
 //!                 ▼
 //!              Ended
@@ -27,6 +27,16 @@ pub enum Ending {
     Failed(Failure),
     /// Somebody cancelled it.
     Cancelled(Cancelled),
+}
+
+impl Ending {
+    /// Whether the daemon's end is what ended it.
+    pub fn is_shutdown(&self) -> bool {
+        match self {
+            Self::Failed(failure) => failure.reason() == FailureReason::Shutdown,
+            Self::Succeeded | Self::Cancelled(_) => false,
+        }
+    }
 }
 
 /// An event that ends nothing.
@@ -102,7 +112,12 @@ pub enum Input {
         reason: String,
     },
     /// The daemon goes.
-    Shutdown,
+    Shutdown {
+        /// The job is recorded and goes on at the next start.
+        kept: bool,
+    },
+    /// It was recorded before a restart and cannot go on.
+    Refuse(Failure),
 }
 
 /// What the owner does about it, in this order.
@@ -127,7 +142,8 @@ impl State {
                 (Self::Running { stage: Stage::Unspecified, images: 0 }, vec![Effect::Start])
             }
             (Self::Queued, Input::Cancel { reason }) => end(0, Ending::Cancelled(Cancelled { reason })),
-            (Self::Queued, Input::Shutdown) => end(0, shut_down(Stage::Unspecified)),
+            (Self::Queued, Input::Shutdown { kept }) => end(0, shut_down(Stage::Unspecified, kept)),
+            (Self::Queued, Input::Refuse(failure)) => end(0, Ending::Failed(failure)),
             // No driver exists yet: whatever this is, it is not about this life of the job.
             (Self::Queued, Input::Driver(_) | Input::DriverEnded(_)) => (Self::Queued, Vec::new()),
 
@@ -153,10 +169,10 @@ impl State {
                 let ending = Ending::Cancelled(Cancelled { reason });
                 (Self::Stopping { stage, images, ending }, vec![Effect::Stop])
             }
-            (Self::Running { stage, images }, Input::Shutdown) => {
-                (Self::Stopping { stage, images, ending: shut_down(stage) }, vec![Effect::Stop])
+            (Self::Running { stage, images }, Input::Shutdown { kept }) => {
+                (Self::Stopping { stage, images, ending: shut_down(stage, kept) }, vec![Effect::Stop])
             }
-            (Self::Running { stage, images }, Input::Dispatch) => (Self::Running { stage, images }, Vec::new()),
+            (running @ Self::Running { .. }, Input::Dispatch | Input::Refuse(_)) => (running, Vec::new()),
 
             (Self::Stopping { images, ending, .. }, Input::DriverEnded(_)) => end(images, ending),
             // What was under way when the stop came is still told.
@@ -165,13 +181,19 @@ impl State {
                 (Self::Stopping { stage, images, ending }, vec![Effect::Record(entry)])
             }
             // The first reason counts.
-            (stopping @ Self::Stopping { .. }, Input::Dispatch | Input::Cancel { .. } | Input::Shutdown) => {
-                (stopping, Vec::new())
-            }
+            (
+                stopping @ Self::Stopping { .. },
+                Input::Dispatch | Input::Cancel { .. } | Input::Shutdown { .. } | Input::Refuse(_),
+            ) => (stopping, Vec::new()),
 
             (
                 ended @ Self::Ended { .. },
-                Input::Dispatch | Input::Driver(_) | Input::DriverEnded(_) | Input::Cancel { .. } | Input::Shutdown,
+                Input::Dispatch
+                | Input::Driver(_)
+                | Input::DriverEnded(_)
+                | Input::Cancel { .. }
+                | Input::Shutdown { .. }
+                | Input::Refuse(_),
             ) => (ended, Vec::new()),
         }
     }
@@ -226,11 +248,17 @@ fn end(images: u32, ending: Ending) -> (State, Vec<Effect>) {
     (State::Ended { images, ending: ending.clone() }, vec![Effect::End(ending)])
 }
 
-fn shut_down(stage: Stage) -> Ending {
+fn shut_down(stage: Stage, kept: bool) -> Ending {
+    let message = match kept {
+        true => {
+            "the daemon was shut down; the job is recorded and goes on, under this id, when the daemon starts again"
+        }
+        false => "the daemon was shut down before the job ended: submit it again",
+    };
     Ending::Failed(Failure {
         reason: FailureReason::Shutdown as i32,
         stage: stage as i32,
-        message: "the daemon was shut down before the job ended: submit it again".into(),
+        message: message.into(),
         stderr: Vec::new(),
     })
 }
@@ -257,7 +285,8 @@ mod tests {
             Just(Input::DriverEnded(DriverEnd::Failed(failure()))),
             Just(Input::DriverEnded(DriverEnd::Stopped)),
             Just(Input::Cancel { reason: "c".into() }),
-            Just(Input::Shutdown),
+            any::<bool>().prop_map(|kept| Input::Shutdown { kept }),
+            Just(Input::Refuse(failure())),
         ]
     }
 
@@ -301,7 +330,7 @@ mod tests {
             for input in inputs {
                 state = state.step(input).0;
             }
-            state = state.step(Input::Shutdown).0;
+            state = state.step(Input::Shutdown { kept: false }).0;
             state = state.step(Input::DriverEnded(DriverEnd::Stopped)).0;
             prop_assert!(state.is_ended());
         }

@@ -8,6 +8,7 @@ use sd_proto::v1::{self, ImageRequest, JobTimings, NumericPlan, StageTiming};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::durable::DurableJob;
 use super::log::{EventLog, Retention};
 use super::request::Admitted;
 use super::state::{Ending, State};
@@ -42,6 +43,8 @@ pub struct Record {
     pub log: Arc<EventLog>,
     /// Until it ends.
     pub living: Option<Living>,
+    /// Its place in the order of recorded jobs; `None`: it is not recorded on disk.
+    pub recorded: Option<u64>,
     /// The request as shown.
     shown: ImageRequest,
     numeric_plan: NumericPlan,
@@ -64,12 +67,44 @@ impl Record {
             shown: request.to_proto(),
             numeric_plan: request.plan.clone(),
             living: Some(Living { request: Arc::new(request), plan: Arc::new(plan), stop: CancellationToken::new() }),
+            recorded: None,
             submitted: (SystemTime::now(), Instant::now()),
             started: None,
             finished: None,
             stages: Vec::new(),
             decisions: 0,
         }
+    }
+
+    /// A job that was recorded before the daemon's restart and cannot go on: it has nothing of a living one.
+    pub fn lost(job: &DurableJob) -> Self {
+        Self {
+            log: EventLog::new(job.id.as_str()),
+            id: job.id.clone(),
+            tenant: job.tenant.clone(),
+            state: State::Queued,
+            shown: job.request.clone(),
+            numeric_plan: job.plan.clone(),
+            living: None,
+            recorded: Some(job.order),
+            submitted: (job.submitted, Instant::now()),
+            started: None,
+            finished: None,
+            stages: Vec::new(),
+            decisions: 0,
+        }
+    }
+
+    /// The job that a record on disk has become, with the time at which it was first submitted.
+    #[must_use]
+    pub fn taken_up(self, job: &DurableJob) -> Self {
+        Self { recorded: Some(job.order), submitted: (job.submitted, self.submitted.1), ..self }
+    }
+
+    /// The job as it is recorded on disk; `None` for one that is not, or has ended.
+    pub fn durable(&self) -> Option<DurableJob> {
+        let (order, living) = (self.recorded?, self.living.as_ref()?);
+        Some(DurableJob::of(self.id.clone(), self.tenant.clone(), order, self.submitted.0, &living.request))
     }
 
     /// The request as it is shown, without image files.
@@ -85,6 +120,11 @@ impl Record {
     /// Notes when a driver was started.
     pub fn note_start(&mut self) {
         self.started.get_or_insert_with(Instant::now);
+    }
+
+    /// Whether a driver was started.
+    pub fn has_run(&self) -> bool {
+        self.started.is_some()
     }
 
     /// Notes a finished stage run.
