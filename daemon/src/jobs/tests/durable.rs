@@ -103,13 +103,13 @@ struct Life {
 impl Life {
     /// A daemon that finds this store.
     async fn begin(store: Arc<MemoryStore>, runner: Arc<FakeRunner>) -> Self {
-        Self::begin_with(store, runner, FakeFits { plan: fixtures::numeric_plan(), budget: 100 }, "default").await
+        Self::begin_with(store, runner, FakeFits { plan: fixtures::numeric_plan(), budget: 100 }).await
     }
 
-    async fn begin_with(store: Arc<MemoryStore>, runner: Arc<FakeRunner>, fits: FakeFits, model: &str) -> Self {
+    async fn begin_with(store: Arc<MemoryStore>, runner: Arc<FakeRunner>, fits: FakeFits) -> Self {
         let models = tempfile::tempdir().unwrap();
         let config = RegistryConfig {
-            models: BTreeMap::from([(model.into(), models.path().to_owned())]),
+            models: BTreeMap::from([("default".into(), models.path().to_owned())]),
             cache_dir: models.path().join("nothing"),
             ..RegistryConfig::default()
         };
@@ -134,7 +134,7 @@ impl Life {
 
     /// Returns once what was sent to the store before is done.
     async fn settled(&self) {
-        // A refused submission goes to the store and back, behind everything that was sent before.
+        // A shutdown waits for the store, behind everything that was sent to it before.
         self.jobs.shutdown().await;
     }
 }
@@ -202,32 +202,36 @@ async fn after_a_kill_every_kept_job_goes_on_under_its_id_and_in_its_order() {
 #[tokio::test(start_paused = true)]
 async fn a_job_that_would_give_another_picture_fails_with_the_reason() {
     let plan = fixtures::numeric_plan();
-    let (ours, theirs) = (|| FakeFits { plan: fixtures::numeric_plan(), budget: 100 }, "default");
+    let ours = || FakeFits { plan: fixtures::numeric_plan(), budget: 100 };
     type Change = fn(&mut DurableJob);
     let same: Change = |_| {};
-    let cases: [(FakeFits, &str, Change, FailureReason, &str); 6] = [
-        (ours(), theirs, |job| job.model.fingerprint = "x".into(), FailureReason::Model, "have changed"),
-        (ours(), "other", |job| job.model.dir = "/nowhere".into(), FailureReason::Model, "model"),
+    let cases: [(FakeFits, Change, FailureReason, &str); 6] = [
+        (ours(), |job| job.model.fingerprint = "x".into(), FailureReason::Model, "have changed"),
+        (
+            ours(),
+            |job| (job.model.name, job.model.dir) = ("gone".into(), "/nowhere".into()),
+            FailureReason::Model,
+            "there is no model \"gone\"",
+        ),
         (
             FakeFits { plan: NumericPlan { backend: "portable".into(), ..plan.clone() }, budget: 100 },
-            theirs,
             same,
             FailureReason::Internal,
             "backend was candle and is portable",
         ),
-        (FakeFits { plan, budget: 5 }, theirs, same, FailureReason::DoesNotFit, "does not fit"),
-        (ours(), theirs, |job| job.request.steps = Some(0), FailureReason::InvalidRequest, "steps"),
-        (ours(), theirs, |job| job.broken_runs = 3, FailureReason::Internal, "killed 3 times"),
+        (FakeFits { plan, budget: 5 }, same, FailureReason::DoesNotFit, "does not fit"),
+        (ours(), |job| job.request.steps = Some(0), FailureReason::InvalidRequest, "steps"),
+        (ours(), |job| job.broken_runs = 3, FailureReason::Internal, "killed 3 times"),
     ];
-    for (fits, model, change, reason, word) in cases {
+    for (fits, change, reason, word) in cases {
         let killed = Life::begin(Arc::default(), FakeRunner::seconds(1000)).await;
         let (id, _) = killed.keep(1).await;
         let left = killed.store.copy();
-        left.change(|job| job.model.name = "default".into());
         left.change(change);
-        let next = Life::begin_with(left, FakeRunner::seconds(1), fits, model).await;
+        let next = Life::begin_with(left, FakeRunner::seconds(1), fits).await;
         let events = next.events(&id).await;
-        assert_eq!(names(&events).len(), 3, "queued, a note, the end: {events:?}");
+        let told = names(&events);
+        assert_eq!(told.len(), 3, "queued, a note, the end: {told:?}");
         let (told, message) = failure(&events);
         assert_eq!(told, reason, "{message}");
         assert!(message.contains(word) && message.contains("submit it again"), "{message}");
