@@ -103,7 +103,7 @@ fn memory_is_given_back_at_the_next_segment_of_a_run() -> Result<()> {
 fn declared_bytes_are_bound_bytes() -> Result<()> {
     let prepared = Prepared::new()?;
     let folder = prepared.folder.path();
-    let check = |residency: &dyn Residency, what: &str| -> Result<()> {
+    let check = |residency: &Residency, what: &str| -> Result<()> {
         residency.set_limit(u64::MAX);
         let mut last = (0, 0);
         residency.load(&mut |event: &LoadEvent<'_>| {

@@ -8,7 +8,7 @@ use sd_engine::pipeline::{self, DenoiseInputs, DenoiseRequest, PipelineError};
 use sd_engine::sampling::{SamplerKind, ScheduleChoice, SchedulerConfig};
 use sd_engine::tensor;
 use sd_proto::worker::v1::task::Work;
-use sd_proto::worker::v1::{DenoiseWork, ElementType, Task, TaskPhase};
+use sd_proto::worker::v1::{DenoiseWork, ElementType, Task};
 
 use crate::runner::{Control, Finished, RunError, StageModel};
 use crate::segment;
@@ -21,15 +21,16 @@ pub(crate) struct DiffusionStage {
 }
 
 impl StageModel for DiffusionStage {
-    fn load(&mut self, folder: &Path, _task: &Task, control: &Control<'_>) -> Result<(), RunError> {
+    fn load(&mut self, folder: &Path, task: &Task, control: &Control<'_>) -> Result<(), RunError> {
         if self.loaded.is_none() {
             let config = SchedulerConfig::load(&folder.join("scheduler").join("scheduler_config.json"))
                 .map_err(PipelineError::from)?
                 .for_latents();
-            let unet = Unet::load(&folder.join("unet"), &mut |event| {
-                control.block(TaskPhase::Loading, event.done, event.total)
-            })?;
-            self.loaded = Some((config, unet));
+            self.loaded = Some((config, Unet::open(&folder.join("unet"))?));
+        }
+        if let Some((_, unet)) = &self.loaded {
+            control.govern(task, &[unet.residency()])?;
+            control.load(unet.residency())?;
         }
         Ok(())
     }

@@ -17,11 +17,11 @@ use tokio::sync::oneshot;
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::arguments::Serve;
-use crate::leases::Leases;
+use crate::leases::{Leases, Revision};
 use crate::memory;
 use crate::outbox::Outbox;
 use crate::pulse;
-use crate::runner::{ModelThread, Order, Trimmed};
+use crate::runner::{ModelThread, Order};
 
 /// How long the daemon may take to accept the link.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
@@ -82,7 +82,8 @@ async fn connect(socket: &Path) -> anyhow::Result<LinkClient<tonic::transport::C
 async fn run(arguments: Serve, token: Vec<u8>) -> WorkerExit {
     let (outbox, queue) = Outbox::new(arguments.incarnation);
     let (finished, mut ended) = oneshot::channel();
-    let model: ModelThread = match ModelThread::start(&arguments, outbox.clone(), finished) {
+    let leases = Leases::default();
+    let model = match ModelThread::start(&arguments, outbox.clone(), leases.allowance(), finished) {
         Ok(model) => model,
         Err(error) => {
             eprintln!("cannot start the model thread: {error}");
@@ -115,7 +116,7 @@ async fn run(arguments: Serve, token: Vec<u8>) -> WorkerExit {
             return WorkerExit::LostLink;
         }
     };
-    let mut worker = Attached { outbox, model, leases: Leases::default(), pulse: None };
+    let mut worker = Attached { outbox, model, leases, pulse: None };
     loop {
         tokio::select! {
             order = orders.message() => match order {
@@ -130,7 +131,7 @@ async fn run(arguments: Serve, token: Vec<u8>) -> WorkerExit {
                     return WorkerExit::LostLink;
                 }
             },
-            Some(trimmed) = worker.model.trimmed.recv() => worker.returned(trimmed).await,
+            Some(revision) = worker.model.given_back.recv() => worker.returned(revision).await,
             exit = &mut ended => {
                 // The model thread ends by itself only where going on makes no sense: weights that cannot be used.
                 return worker.farewell(exit.unwrap_or(WorkerExit::Internal), &mut orders).await;
@@ -186,12 +187,16 @@ impl Attached {
         None
     }
 
-    /// Has a lease given back down to `bytes`. Scratch memory goes at once or after the running task; weights only go by
-    /// retirement, until blocks can leave one by one.
+    /// Has a lease given back down to `bytes`. Weights go at the next block of the running task, or at once; scratch memory
+    /// goes after the running task.
     fn revise(&mut self, lease_id: u64, bytes: u64) {
         match self.leases.purpose(lease_id) {
-            Some(LeasePurpose::WorkingSet) => self.model.order(Order::Trim(Trimmed { lease_id, bytes })),
-            Some(LeasePurpose::Unspecified | LeasePurpose::Context | LeasePurpose::Weights) => {
+            Some(LeasePurpose::Weights) => {
+                self.leases.revise_weights(lease_id, bytes);
+                self.model.order(Order::Follow);
+            }
+            Some(LeasePurpose::WorkingSet) => self.model.order(Order::Trim(Revision { lease_id, bytes })),
+            Some(LeasePurpose::Unspecified | LeasePurpose::Context) => {
                 tracing::warn!(lease = lease_id, bytes, "this lease ends only with the process");
             }
             None => tracing::warn!(lease = lease_id, "revision of a lease that is not held"),
@@ -199,8 +204,8 @@ impl Attached {
     }
 
     /// Says that a lease was given back.
-    async fn returned(&mut self, trimmed: Trimmed) {
-        if let Some(returned) = self.leases.give_back(trimmed.lease_id, trimmed.bytes) {
+    async fn returned(&mut self, revision: Revision) {
+        if let Some(returned) = self.leases.give_back(revision.lease_id, revision.bytes) {
             self.outbox.send(from_worker::Message::LeaseReturned(returned)).await;
         }
     }

@@ -5,6 +5,7 @@
 
 mod arguments;
 mod diffusion;
+mod governor;
 mod leases;
 mod link;
 mod memory;

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use sd_engine::formats::WeightSet;
 use sd_engine::models::ModelError;
 use sd_engine::pipeline::PipelineError;
+use sd_engine::residency::{LoadEvent, Residency};
 use sd_proto::exit::WorkerExit;
 use sd_proto::worker::v1::from_worker::Message;
 use sd_proto::worker::v1::task::Work;
@@ -17,6 +18,8 @@ use sd_proto::worker::v1::{NamedSegment, Task, TaskDone, TaskError, TaskFailed, 
 use tokio::sync::{mpsc, oneshot};
 
 use crate::arguments::{Serve, Stage};
+use crate::governor::{self, Governor};
+use crate::leases::{Allowance, Revision};
 use crate::memory;
 use crate::outbox::Outbox;
 use crate::segment::SegmentUseError;
@@ -29,19 +32,12 @@ const HEARTBEAT: Duration = Duration::from_millis(100);
 pub(crate) enum Order {
     /// Run a task.
     Run(Box<Task>),
-    /// Give scratch memory back for this lease, down to these bytes, and say so on [`ModelThread::trimmed`].
-    Trim(Trimmed),
+    /// Give scratch memory back for this lease, down to these bytes, and say so on [`ModelThread::given_back`].
+    Trim(Revision),
+    /// The weights lease was revised: obey it, unless the running task has done so before.
+    Follow,
     /// Free everything and say so.
     Unload(oneshot::Sender<()>),
-}
-
-/// A lease whose scratch memory is to be given back, or was.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Trimmed {
-    /// Which lease.
-    pub(crate) lease_id: u64,
-    /// Down to these bytes.
-    pub(crate) bytes: u64,
 }
 
 /// Why a task failed. The text goes to the user.
@@ -53,6 +49,14 @@ pub(crate) enum RunError {
     /// Loading or computing failed.
     #[error(transparent)]
     Pipeline(#[from] PipelineError),
+    /// The lease does not hold what the task takes at the least.
+    #[error("the weights lease of {lease} bytes is below the {floor} that the largest part of this model takes: grant more")]
+    Lease {
+        /// Bytes granted.
+        lease: u64,
+        /// Bytes that would do.
+        floor: u64,
+    },
     /// A task of another stage.
     #[error("a {stage:?} worker cannot run a task of kind {kind}")]
     WrongStage {
@@ -73,6 +77,7 @@ impl RunError {
     fn kind(&self) -> TaskError {
         match self {
             Self::Segment(_) => TaskError::BadSegment,
+            Self::Lease { .. } => TaskError::OutOfMemory,
             Self::WrongStage { .. } => TaskError::Internal,
             Self::Pipeline(error) => match error {
                 PipelineError::Cancelled => TaskError::Cancelled,
@@ -112,29 +117,49 @@ pub(crate) struct Control<'a> {
     task_id: u64,
     cancelled: &'a AtomicBool,
     outbox: &'a Outbox,
+    governor: &'a Governor,
     blocks: AtomicU64,
     peak: AtomicU64,
     last: Mutex<Instant>,
 }
 
 impl Control<'_> {
+    /// These models share the weights lease from now on; the first of them is about to run this task.
+    pub(crate) fn govern(&self, task: &Task, models: &[&Arc<Residency>]) -> Result<(), RunError> {
+        let short = |(lease, floor)| RunError::Lease { lease, floor };
+        self.governor.govern(models, governor::policy(task)).map_err(short)
+    }
+
+    /// Loads what of a model the lease holds.
+    pub(crate) fn load(&self, model: &Residency) -> Result<(), RunError> {
+        let mut progress = |event: &LoadEvent<'_>| self.block(TaskPhase::Loading, event.done, event.total);
+        Ok(model.load(&mut progress).map_err(ModelError::from)?)
+    }
+
     /// Whether to go on; asked at each block.
     pub(crate) fn checkpoint(&self) -> ControlFlow<()> {
         if self.cancelled.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
-    /// Notes that a block was passed, and reports it now and then, so that a long step does not look like a hang.
+    /// Notes that a block was passed, and reports it now and then, so that a long step does not look like a hang. What the
+    /// daemon has changed of the weights lease is obeyed here, between two blocks.
     pub(crate) fn block(&self, phase: TaskPhase, done: u64, total: u64) -> ControlFlow<()> {
+        // Before anything is given back: the heap keeps what was freed, so this is the most that was held since the last block.
+        self.sample();
+        self.governor.follow();
         let heartbeat = self.blocks.fetch_add(1, Ordering::Relaxed) + 1;
         let mut last = self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if last.elapsed() >= HEARTBEAT {
             *last = Instant::now();
-            if let Ok(resident) = memory::resident() {
-                self.peak.fetch_max(resident.charged(), Ordering::Relaxed);
-            }
             self.report(phase, done, total, heartbeat);
         }
         self.checkpoint()
+    }
+
+    fn sample(&self) {
+        if let Ok(resident) = memory::resident() {
+            self.peak.fetch_max(resident.charged(), Ordering::Relaxed);
+        }
     }
 
     /// Reports a whole step.
@@ -156,9 +181,9 @@ impl Control<'_> {
 
 /// The link's end of the model thread.
 pub(crate) struct ModelThread {
-    /// Leases whose scratch memory was given back; not answered inside an order, so that the link goes on obeying
-    /// (a cancel, say) while a task runs.
-    pub(crate) trimmed: mpsc::UnboundedReceiver<Trimmed>,
+    /// Leases of which memory was given back; not answered inside an order, so that the link goes on obeying (a cancel,
+    /// say) while a task runs.
+    pub(crate) given_back: mpsc::UnboundedReceiver<Revision>,
     orders: Sender<Order>,
     cancels: Arc<Cancels>,
 }
@@ -209,9 +234,14 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 impl ModelThread {
     /// Starts the thread. `finished` is told when it ends by itself.
-    pub(crate) fn start(serve: &Serve, outbox: Outbox, finished: oneshot::Sender<WorkerExit>) -> std::io::Result<Self> {
+    pub(crate) fn start(
+        serve: &Serve,
+        outbox: Outbox,
+        allowance: Arc<Allowance>,
+        finished: oneshot::Sender<WorkerExit>,
+    ) -> std::io::Result<Self> {
         let (orders, inbox) = channel();
-        let (trim_done, trimmed) = mpsc::unbounded_channel();
+        let (giving_back, given_back) = mpsc::unbounded_channel();
         let cancels = Arc::new(Cancels::default());
         let state = Runner {
             stage: serve.stage,
@@ -223,7 +253,7 @@ impl ModelThread {
             },
             outbox,
             cancels: cancels.clone(),
-            trimmed: trim_done,
+            governor: Governor::new(allowance, giving_back),
         };
         if serve.threads > 0 {
             sd_engine::ops::set_threads(serve.threads).map_err(std::io::Error::other)?;
@@ -234,7 +264,7 @@ impl ModelThread {
             let exit = std::panic::catch_unwind(run).unwrap_or(WorkerExit::Internal);
             let _ = finished.send(exit);
         })?;
-        Ok(Self { trimmed, orders, cancels })
+        Ok(Self { given_back, orders, cancels })
     }
 
     /// Queues an order. A thread that has ended takes none; its end is reported by itself.
@@ -259,20 +289,18 @@ struct Runner {
     model: Box<dyn StageModel>,
     outbox: Outbox,
     cancels: Arc<Cancels>,
-    trimmed: mpsc::UnboundedSender<Trimmed>,
+    governor: Governor,
 }
 
 impl Runner {
     fn serve(mut self, inbox: &Receiver<Order>) -> WorkerExit {
         while let Ok(order) = inbox.recv() {
             match order {
-                Order::Trim(trimmed) => {
-                    memory::trim();
-                    let _ = self.trimmed.send(trimmed);
-                }
+                Order::Trim(revision) => self.governor.trimmed(revision),
+                Order::Follow => self.governor.follow(),
                 Order::Unload(done) => {
                     self.model.unload();
-                    memory::trim();
+                    self.governor.forget();
                     let _ = done.send(());
                 }
                 Order::Run(task) => {
@@ -291,12 +319,14 @@ impl Runner {
             task_id: task.task_id,
             cancelled: &cancelled,
             outbox: &self.outbox,
+            governor: &self.governor,
             blocks: AtomicU64::new(0),
             peak: AtomicU64::new(0),
             last: Mutex::new(Instant::now()),
         };
         let result = perform(&mut *self.model, self.stage, &self.folder, task, &control);
         self.cancels.end();
+        self.governor.rest();
         match result {
             Ok(done) => {
                 self.outbox.deliver(Message::Done(done));
@@ -326,7 +356,9 @@ impl Runner {
                 Ok(weights) => format!("{error}: {}", sd_engine::pipeline::blame(&weights)),
                 Err(unread) => format!("{error}, and the weights cannot be checked: {unread}"),
             },
-            RunError::Pipeline(_) | RunError::Segment(_) | RunError::WrongStage { .. } => error.to_string(),
+            RunError::Pipeline(_) | RunError::Segment(_) | RunError::Lease { .. } | RunError::WrongStage { .. } => {
+                error.to_string()
+            }
         }
     }
 }
@@ -356,6 +388,7 @@ fn perform(
         return Err(PipelineError::Cancelled.into());
     }
     let started = Instant::now();
+    control.governor.take_totals();
     model.load(folder, task, control)?;
     let loaded = Instant::now();
     let finished = match &task.work {
@@ -363,15 +396,20 @@ fn perform(
         Some(Work::Encode(_) | Work::VaeEncode(_) | Work::Denoise(_) | Work::Decode(_)) => model.run(task, control)?,
     };
     let computed = loaded.elapsed();
-    let now = memory::resident().map(memory::Resident::charged).unwrap_or(0);
+    control.sample();
+    let (moved, segments) = control.governor.take_totals();
     Ok(TaskDone {
         task_id: task.task_id,
         outputs: finished.outputs,
         load_micros: micros(loaded - started),
         compute_micros: micros(computed),
-        peak_bytes: control.peak.load(Ordering::Relaxed).max(now),
+        peak_bytes: control.peak.load(Ordering::Relaxed),
         notes: finished.notes,
         weights_bytes: model.weights_bytes(),
+        resident_segments: moved.resident as u32,
+        segments: segments as u32,
+        streamed_bytes: moved.streamed_bytes,
+        streamed_segments: moved.streamed as u64,
         ..TaskDone::default()
     })
 }

@@ -7,7 +7,7 @@ use sd_engine::models::{ClipTextModel, ModelError};
 use sd_engine::pipeline::{self, EncodeRequest, PipelineError};
 use sd_engine::text::{Emphasis, Tokenizer};
 use sd_proto::worker::v1::task::Work;
-use sd_proto::worker::v1::{ElementType, Task, TaskPhase};
+use sd_proto::worker::v1::{ElementType, Task};
 
 use crate::runner::{Control, Finished, RunError, StageModel};
 use crate::segment;
@@ -20,13 +20,14 @@ pub(crate) struct TextStage {
 }
 
 impl StageModel for TextStage {
-    fn load(&mut self, folder: &Path, _task: &Task, control: &Control<'_>) -> Result<(), RunError> {
+    fn load(&mut self, folder: &Path, task: &Task, control: &Control<'_>) -> Result<(), RunError> {
         if self.loaded.is_none() {
             let tokenizer = Tokenizer::load(&folder.join("tokenizer")).map_err(PipelineError::from)?;
-            let model = ClipTextModel::load(&folder.join("text_encoder"), &mut |event| {
-                control.block(TaskPhase::Loading, event.done, event.total)
-            })?;
-            self.loaded = Some((tokenizer, model));
+            self.loaded = Some((tokenizer, ClipTextModel::open(&folder.join("text_encoder"))?));
+        }
+        if let Some((_, model)) = &self.loaded {
+            control.govern(task, &[model.residency()])?;
+            control.load(model.residency())?;
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use sd_engine::models::{AutoencoderKl, ModelError, VaeHalf};
 use sd_engine::pipeline::{self, PipelineError, SourceImage, SourceMask, VaeEncodeRequest};
 use sd_engine::tensor;
 use sd_proto::worker::v1::task::Work;
-use sd_proto::worker::v1::{DecodeWork, ElementType, Task, TaskPhase, VaeEncodeWork};
+use sd_proto::worker::v1::{DecodeWork, ElementType, Task, VaeEncodeWork};
 
 use crate::runner::{Control, Finished, RunError, StageModel};
 use crate::segment;
@@ -21,20 +21,19 @@ pub(crate) struct VaeStage {
 
 impl StageModel for VaeStage {
     fn load(&mut self, folder: &Path, task: &Task, control: &Control<'_>) -> Result<(), RunError> {
-        let half = match &task.work {
-            Some(Work::VaeEncode(_)) => VaeHalf::Encoder,
-            Some(Work::Decode(_) | Work::Load(_) | Work::Encode(_) | Work::Denoise(_)) | None => VaeHalf::Decoder,
+        let (half, other) = match &task.work {
+            Some(Work::VaeEncode(_)) => (VaeHalf::Encoder, VaeHalf::Decoder),
+            Some(Work::Decode(_) | Work::Load(_) | Work::Encode(_) | Work::Denoise(_)) | None => {
+                (VaeHalf::Decoder, VaeHalf::Encoder)
+            }
         };
         if self.loaded.is_none() {
             self.loaded = Some(AutoencoderKl::open(&folder.join("vae"))?);
         }
         // The two halves are loaded apart: text to image never needs the encoder.
         if let Some(vae) = &self.loaded {
-            let residency = vae.residency(half);
-            residency.set_limit(u64::MAX);
-            residency
-                .load(&mut |event| control.block(TaskPhase::Loading, event.done, event.total))
-                .map_err(ModelError::from)?;
+            control.govern(task, &[vae.residency(half), vae.residency(other)])?;
+            control.load(vae.residency(half))?;
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! One safetensors file.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -9,13 +10,15 @@ use safetensors::Dtype;
 
 use super::WeightsError;
 use super::header::{HeaderEntry, parse};
-use super::mapping::map_shared;
+use super::mapping::{let_go, map_shared};
 
 /// A checked safetensors file, mapped read-only and shared; its pages are read when a tensor is.
 #[derive(Clone, Debug)]
 pub struct SafetensorsFile {
     path: PathBuf,
     map: Arc<Mmap>,
+    /// Kept for advice about its pages.
+    file: Arc<File>,
     entries: Arc<BTreeMap<String, HeaderEntry>>,
 }
 
@@ -38,9 +41,9 @@ impl SafetensorsFile {
     /// # Errors
     /// For anything that the header claims and the file does not have; see [`WeightsError`].
     pub fn open(path: &Path) -> Result<Self, WeightsError> {
-        let map = map_shared(path)?;
+        let (map, file) = map_shared(path)?;
         let entries = parse(path, &map)?;
-        Ok(Self { path: path.to_path_buf(), map: Arc::new(map), entries: Arc::new(entries) })
+        Ok(Self { path: path.to_path_buf(), map: Arc::new(map), file: Arc::new(file), entries: Arc::new(entries) })
     }
 
     /// The file's path as it was opened.
@@ -80,6 +83,13 @@ impl SafetensorsFile {
     /// All tensors by name.
     pub fn tensors(&self) -> impl Iterator<Item = TensorEntry<'_>> {
         self.entries.iter().map(|(name, entry)| self.entry(name, entry))
+    }
+
+    /// Lets the pages of the tensor called `name` go; they are read again when it is.
+    pub fn let_go(&self, name: &str) {
+        if let Some(entry) = self.entries.get(name) {
+            let_go(&self.map, &self.file, entry.bytes.clone());
+        }
     }
 
     fn entry<'a>(&'a self, name: &'a str, entry: &'a HeaderEntry) -> TensorEntry<'a> {

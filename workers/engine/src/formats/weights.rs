@@ -125,6 +125,13 @@ impl WeightSet {
         file.tensor(own).map(|entry| (file.path(), entry))
     }
 
+    /// Lets the pages of the tensor declared as `name` go; they are read again when it is.
+    pub fn let_go(&self, name: &str) {
+        if let Some((file, own)) = self.names.get(name) {
+            self.files[*file].let_go(own);
+        }
+    }
+
     /// The error for a tensor of this declared name that has no place; `None` if there is no such tensor.
     pub fn unexpected(&self, declared: &str) -> Option<WeightsError> {
         self.tensor(declared).map(|(path, tensor)| WeightsError::Unexpected {

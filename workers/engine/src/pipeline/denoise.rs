@@ -85,6 +85,7 @@ pub fn denoise(
     let scale = (!guided).then_some(request.guidance_scale);
     let mut run = unet.begin(&inputs.conditioning, scale)?;
     let (first, calls, total) = (sampler.start(), sampler.timesteps().len(), sampler.model_calls());
+    unet.residency().expect(calls - first);
     for index in first..calls {
         let done = index - first;
         let mut input = painter.input(&sampler.scale_model_input(&latents, index)?)?;

@@ -49,6 +49,7 @@ pub fn encode(
     };
     let mut negative = text::chunks(tokenizer, negative, request.emphasis)?;
     text::equalize(tokenizer, &mut prompt, &mut negative);
+    model.residency().expect(2);
     let positive_rows = encoder.encode(&prompt)?;
     let negative_rows = encoder.encode(&negative)?;
     Ok(Encoded { conditioning: Tensor::cat(&[&negative_rows, &positive_rows], 0)?, chunks: prompt.len() })

@@ -14,12 +14,19 @@ pub trait ParameterSource: Send + Sync {
     /// # Errors
     /// If the parameter is missing or of another shape.
     fn append(&self, parameter: &Parameter, out: &mut Vec<f32>) -> Result<(), WeightsError>;
+
+    /// The numbers of `parameter` will not be read soon: what the system keeps of them in memory may go.
+    fn let_go(&self, _parameter: &Parameter) {}
 }
 
 impl ParameterSource for WeightSet {
     fn append(&self, parameter: &Parameter, out: &mut Vec<f32>) -> Result<(), WeightsError> {
         let shapes: Vec<&[usize]> = parameter.shapes.iter().map(Vec::as_slice).collect();
         self.append_f32(&parameter.name, &shapes, out)
+    }
+
+    fn let_go(&self, parameter: &Parameter) {
+        WeightSet::let_go(self, &parameter.name);
     }
 }
 

@@ -146,10 +146,10 @@ impl AutoencoderKl {
     }
 
     /// The memory of one half.
-    pub fn residency(&self, half: VaeHalf) -> &dyn Residency {
+    pub fn residency(&self, half: VaeHalf) -> &Arc<Residency> {
         match half {
-            VaeHalf::Encoder => &self.encoder,
-            VaeHalf::Decoder => &self.decoder,
+            VaeHalf::Encoder => self.encoder.residency(),
+            VaeHalf::Decoder => self.decoder.residency(),
         }
     }
 

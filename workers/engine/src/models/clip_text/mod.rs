@@ -57,8 +57,8 @@ impl ClipTextModel {
     /// As [`Self::open`], if weights do not fit, or if `progress` cancels.
     pub fn load(folder: &Path, progress: &mut LoadProgress<'_>) -> Result<Self, ModelError> {
         let model = Self::open(folder)?;
-        model.executor.set_limit(u64::MAX);
-        model.executor.load(progress)?;
+        model.residency().set_limit(u64::MAX);
+        model.residency().load(progress)?;
         Ok(model)
     }
 
@@ -90,8 +90,8 @@ impl ClipTextModel {
     }
 
     /// Its memory.
-    pub fn residency(&self) -> &dyn Residency {
-        &self.executor
+    pub fn residency(&self) -> &Arc<Residency> {
+        self.executor.residency()
     }
 
     /// Bytes that its weights hold now.
