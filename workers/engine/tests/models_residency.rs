@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use anyhow::Result;
 use candle_core::Tensor;
 use sd_engine::models::{AutoencoderKl, AutoencoderKlConfig, ClipTextModel, ModelError, Unet, UnetConfig, VaeHalf};
-use sd_engine::residency::{LoadEvent, Residency, Role, SegmentEvent, Uninterrupted};
+use sd_engine::residency::{LoadEvent, Policy, Residency, Role, SegmentEvent, Storage, Uninterrupted};
 use sd_engine::testkit::{Fixture, compare};
 
 fn proceed(_: &LoadEvent<'_>) -> ControlFlow<()> {
@@ -36,17 +36,25 @@ impl Prepared {
     }
 }
 
+fn policy(prefetch: bool) -> Policy {
+    Policy { prefetch, ..Policy::default() }
+}
+
 #[test]
 fn streamed_partly_and_wholly_resident_give_the_same_bytes() -> Result<()> {
     let prepared = Prepared::new()?;
     let unet = prepared.unet()?;
-    let total = unet.residency().total_bytes();
+    let residency = unet.residency();
+    let (total, floor) = (residency.total_bytes(), residency.floor_bytes());
     let mut results = Vec::new();
-    for limit in [0, total / 2, u64::MAX] {
-        unet.residency().set_limit(limit);
-        unet.residency().load(&mut proceed)?;
+    for (limit, prefetch) in [(0, false), (floor, true), (2 * floor, true), (total / 2, false), (total / 2, true)]
+        .into_iter()
+        .chain([(total - 1, true), (total, true), (u64::MAX, false)])
+    {
+        residency.set_limit(limit);
+        residency.set_policy(policy(prefetch));
+        residency.load(&mut proceed)?;
         let resident = unet.bytes();
-        assert!(resident <= limit, "{resident} bytes are resident under a limit of {limit}");
         let mut seen = (0, 0);
         let mut observer = |event: &SegmentEvent<'_>| {
             if event.resident {
@@ -54,20 +62,159 @@ fn streamed_partly_and_wholly_resident_give_the_same_bytes() -> Result<()> {
             } else {
                 seen.1 += 1
             }
+            let held = unet.bytes() + residency.passing_bytes();
+            assert!(held <= limit.max(floor), "{held} bytes are bound under a limit of {limit}");
             ControlFlow::Continue(())
         };
         results.push(prepared.step(&unet, &mut observer)?);
-        let all = unet.residency().segments().len();
-        assert_eq!(seen.0 + seen.1, all);
-        match limit {
-            0 => assert_eq!((resident, seen.0), (0, 0), "nothing is resident"),
-            u64::MAX => assert_eq!((resident, seen.1), (total, 0), "nothing is streamed"),
-            _ => assert!(seen.0 > 2 && seen.1 > 2 && resident > total / 3, "{seen:?}, {resident} of {total}"),
+        assert_eq!(seen.0 + seen.1, residency.segments().len());
+        if limit <= floor {
+            assert_eq!((resident, seen.0), (0, 0), "nothing is resident");
+        } else if limit >= total {
+            assert_eq!((resident, seen.1), (total, 0), "nothing is streamed");
+        } else if limit >= total / 2 {
+            assert!(seen.0 > 2 && seen.1 > 0 && resident >= limit - 3 * floor, "{seen:?}, {resident} of {limit}");
         }
         assert_eq!(unet.bytes(), resident, "a run leaves residency as it was");
+        assert_eq!(residency.passing_bytes(), 0, "nothing is left of the ring");
     }
     for other in &results[1..] {
         assert_eq!(compare(other, &results[0])?, 0.0);
+    }
+    Ok(())
+}
+
+#[test]
+fn what_is_brought_in_is_what_streams_times_the_passes() -> Result<()> {
+    let prepared = Prepared::new()?;
+    let unet = prepared.unet()?;
+    let residency = unet.residency();
+    let half = residency.total_bytes() / 2;
+    for prefetch in [false, true] {
+        residency.set_limit(half);
+        residency.set_policy(policy(prefetch));
+        residency.load(&mut proceed)?;
+        residency.take_totals();
+        let (passes, segments) = (3, residency.segments().len());
+        residency.expect(passes);
+        let mut ahead = 0;
+        for pass in 0..passes {
+            let mut observer = |event: &SegmentEvent<'_>| {
+                // The start of a pass finds what the end of the one before has read ahead for it.
+                if event.index == 0 && pass > 0 {
+                    ahead = residency.passing_bytes();
+                }
+                ControlFlow::Continue(())
+            };
+            prepared.step(&unet, &mut observer)?;
+        }
+        let totals = residency.take_totals();
+        let streamed = segments - totals.resident;
+        assert!(streamed > 3 && totals.resident > 3, "{totals:?} of {segments}");
+        assert_eq!(totals.streamed, streamed * passes);
+        let each = residency.total_bytes() - residency.resident_bytes();
+        assert_eq!(totals.streamed_bytes, each * passes as u64, "reading ahead: {prefetch}");
+        assert_eq!(ahead > 0, prefetch);
+        assert_eq!(residency.passing_bytes(), 0, "nothing is read for a pass that does not come");
+    }
+    Ok(())
+}
+
+#[test]
+fn limits_that_fall_and_rise_at_any_segment_change_no_byte() -> Result<()> {
+    let prepared = Prepared::new()?;
+    let unet = prepared.unet()?;
+    let residency = unet.residency();
+    let (total, floor) = (residency.total_bytes(), residency.floor_bytes());
+    residency.set_limit(u64::MAX);
+    residency.load(&mut proceed)?;
+    let undisturbed = prepared.step(&unet, &mut Uninterrupted)?;
+    let limits = [total, 2 * floor, total / 2, floor, total / 3, total, 0, total / 4, total - 1];
+    for (prefetch, every) in [(false, 1), (true, 1), (true, 3), (false, 5), (true, 7)] {
+        residency.set_policy(policy(prefetch));
+        residency.expect(2);
+        let mut at = 0;
+        for _ in 0..2 {
+            let mut observer = |event: &SegmentEvent<'_>| {
+                if event.index % every == 0 {
+                    let limit = limits[at % limits.len()];
+                    at += 1;
+                    residency.set_limit(limit);
+                    residency.settle();
+                    let held = unet.bytes() + residency.passing_bytes();
+                    assert!(held <= limit, "{held} bytes are bound under a limit of {limit}");
+                }
+                ControlFlow::Continue(())
+            };
+            assert_eq!(compare(&prepared.step(&unet, &mut observer)?, &undisturbed)?, 0.0, "{prefetch}, {every}");
+        }
+        assert!(at >= 4);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_limit_that_rises_in_a_run_lets_segments_stay_as_they_come() -> Result<()> {
+    let prepared = Prepared::new()?;
+    let unet = prepared.unet()?;
+    let residency = unet.residency();
+    let total = residency.total_bytes();
+    for prefetch in [false, true] {
+        residency.set_policy(policy(prefetch));
+        residency.set_limit(2 * residency.floor_bytes());
+        residency.load(&mut proceed)?;
+        let before = unet.bytes();
+        let mut observer = |event: &SegmentEvent<'_>| {
+            if event.index == 4 {
+                residency.set_limit(total);
+            }
+            ControlFlow::Continue(())
+        };
+        prepared.step(&unet, &mut observer)?;
+        assert!(unet.bytes() > before && unet.bytes() < total, "what had run before is not there");
+        residency.take_totals();
+        prepared.step(&unet, &mut Uninterrupted)?;
+        assert_eq!(unet.bytes(), total);
+        assert!(residency.take_totals().streamed < residency.segments().len());
+        prepared.step(&unet, &mut Uninterrupted)?;
+        assert_eq!(residency.take_totals().streamed, 0);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_run_that_is_stopped_while_reading_ahead_leaves_nothing_and_the_next_is_whole() -> Result<()> {
+    let prepared = Prepared::new()?;
+    let unet = prepared.unet()?;
+    let residency = unet.residency();
+    let undisturbed = prepared.step(&unet, &mut Uninterrupted)?;
+    residency.set_policy(policy(true));
+    residency.set_limit(residency.total_bytes() / 2);
+    residency.load(&mut proceed)?;
+    for stop in [0, 1, 7, residency.segments().len() - 1] {
+        residency.expect(3);
+        let mut observer = |event: &SegmentEvent<'_>| {
+            if event.index == stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        assert!(matches!(prepared.step(&unet, &mut observer), Err(ModelError::Cancelled { .. })));
+        assert_eq!(residency.passing_bytes(), 0);
+        assert_eq!(compare(&prepared.step(&unet, &mut Uninterrupted)?, &undisturbed)?, 0.0);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_bound_on_blocks_is_no_more_than_that() -> Result<()> {
+    let prepared = Prepared::new()?;
+    let unet = prepared.unet()?;
+    let residency = unet.residency();
+    residency.set_limit(u64::MAX);
+    for (blocks, resident) in [(0, 2), (5, 7), (1000, residency.segments().len())] {
+        residency.set_policy(Policy { blocks: Some(blocks), storage: Storage::Disk, ..policy(true) });
+        residency.load(&mut proceed)?;
+        residency.take_totals();
+        prepared.step(&unet, &mut Uninterrupted)?;
+        assert_eq!(residency.take_totals().resident, resident);
     }
     Ok(())
 }
