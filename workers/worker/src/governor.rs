@@ -41,9 +41,10 @@ impl Governor {
         }
     }
 
-    /// Obeys the lease if it has changed: for every boundary of two segments.
+    /// Obeys the lease if it has changed, at the boundary of two segments; between two parts of one nothing is asked.
     pub(crate) fn follow(&self) {
-        if self.allowance.has_changed() {
+        let running = self.models().first().is_some_and(|model| model.is_running());
+        if !running && self.allowance.has_changed() {
             self.obey();
         }
     }

@@ -50,7 +50,9 @@ pub(crate) enum RunError {
     #[error(transparent)]
     Pipeline(#[from] PipelineError),
     /// The lease does not hold what the task takes at the least.
-    #[error("the weights lease of {lease} bytes is below the {floor} that the largest part of this model takes: grant more")]
+    #[error(
+        "the weights lease of {lease} bytes is below the {floor} that the largest part of this model takes: grant more"
+    )]
     Lease {
         /// Bytes granted.
         lease: u64,

@@ -49,6 +49,8 @@ struct State {
     /// What `plan` was made for.
     planned: Option<(u64, Policy)>,
     ring: Ring,
+    /// Whether a segment runs: its parameters are in use, whatever the limit.
+    running: bool,
     /// Runs that are known to follow the present one.
     passes: usize,
     totals: RunStats,
@@ -78,6 +80,7 @@ impl Residency {
             plan: Plan::default(),
             planned: None,
             ring: Ring::default(),
+            running: false,
             passes: 0,
             totals: RunStats::default(),
         };
@@ -136,9 +139,18 @@ impl Residency {
         self.state().passes = passes;
     }
 
-    /// Obeys limit and policy now: drops what is above them. For the thread that runs the model, between two segments.
+    /// Obeys limit and policy now: drops what is above them. Between two parts of one segment that cannot be: its parameters
+    /// are in use, and the next segment will obey.
     pub fn settle(&self) {
-        self.settle_state(&mut self.state());
+        let mut state = self.state();
+        if !state.running {
+            self.settle_state(&mut state);
+        }
+    }
+
+    /// Whether a segment runs now.
+    pub fn is_running(&self) -> bool {
+        self.state().running
     }
 
     fn settle_state(&self, state: &mut State) {
@@ -228,6 +240,7 @@ impl Residency {
         let mut state = self.state();
         self.settle_state(&mut state);
         if let Some(bindings) = state.bound[index].clone() {
+            state.running = true;
             return Ok(Held { bindings, passing: 0 });
         }
         let bytes = self.sizes[index].1;
@@ -244,6 +257,7 @@ impl Residency {
         if state.plan.keep[index] {
             state.bound[index] = Some(bindings.clone());
         }
+        state.running = true;
         self.look_ahead(&mut state, Some(index));
         Ok(Held { bindings, passing: bytes })
     }
@@ -252,8 +266,9 @@ impl Residency {
     pub(super) fn release(&self, index: usize, held: Held) {
         let Held { bindings, passing } = held;
         drop(bindings);
+        let mut state = self.state();
+        state.running = false;
         if passing > 0 {
-            let mut state = self.state();
             state.ring.release(passing);
             self.look_ahead(&mut state, Some(index));
         }
