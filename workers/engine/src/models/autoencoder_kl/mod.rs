@@ -134,8 +134,8 @@ impl AutoencoderKl {
     /// Computes in another type from now on. Weights of the former one are dropped, and limits of both halves with them.
     pub fn compute_in(&mut self, compute: ComputeType) {
         if self.compute() != compute {
-            self.encoder.unload();
-            self.decoder.unload();
+            self.encoder.residency().unload();
+            self.decoder.residency().unload();
             self.source.compute_in(compute);
         }
     }
