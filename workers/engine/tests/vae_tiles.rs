@@ -59,10 +59,10 @@ fn latents(vae: &AutoencoderKl, h: usize, w: usize) -> Result<Tensor> {
 #[test]
 fn a_decode_in_tiles_is_the_whole_one_to_rounding() -> Result<()> {
     let vae = default_model()?;
-    for (h, w) in [(16, 16), (13, 9), (1, 21), (11, 1), (23, 17)] {
+    for (h, w) in [(16, 16), (13, 9), (1, 21), (11, 1)] {
         let z = latents(&vae, h, w)?;
         let whole = vae.decode(&z, &mut Uninterrupted)?;
-        for plan in [tiles(64, 0), tiles(64, 16), tiles(64, 32), tiles(48, 0), tiles(16, 0), tiles(8, 3)] {
+        for plan in [tiles(64, 0), tiles(64, 32), tiles(48, 5), tiles(16, 0)] {
             let tiled = vae.decode_in(&z, &plan, &mut Uninterrupted)?;
             let quality = psnr(&tiled, &whole)?;
             println!("{h}×{w} latents in {plan:?}: {quality:.1} dB");
@@ -77,10 +77,10 @@ fn a_decode_in_tiles_is_the_whole_one_to_rounding() -> Result<()> {
 #[test]
 fn an_encode_in_tiles_is_the_whole_one_to_rounding() -> Result<()> {
     let vae = default_model()?;
-    for (h, w) in [(128, 128), (104, 72), (8, 168), (88, 8), (136, 184)] {
+    for (h, w) in [(128, 128), (104, 72), (8, 168), (88, 8)] {
         let image = vae.decode(&latents(&vae, h / 8, w / 8)?, &mut Uninterrupted)?;
         let (mean, logvar) = vae.encode(&image, &mut Uninterrupted)?;
-        for plan in [tiles(64, 0), tiles(64, 16), tiles(48, 24), tiles(16, 0)] {
+        for plan in [tiles(64, 0), tiles(48, 24), tiles(16, 0)] {
             let (tiled, tiled_logvar) = vae.encode_in(&image, &plan, &mut Uninterrupted)?;
             let quality = psnr(&tiled, &mean)?.min(psnr(&tiled_logvar, &logvar)?);
             println!("{h}×{w} pixels in {plan:?}: {quality:.1} dB");

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use sd_engine::formats::WeightSet;
-use sd_engine::models::{AutoencoderKl, ModelError, VaeHalf};
+use sd_engine::models::{AutoencoderKl, ModelError, TilePlan, VaeHalf};
 use sd_engine::pipeline::{self, PipelineError, SourceImage, SourceMask, VaeEncodeRequest};
 use sd_engine::tensor;
 use sd_proto::worker::v1::task::Work;
@@ -59,11 +59,20 @@ impl StageModel for VaeStage {
     }
 }
 
+/// The tiles that a task asks for.
+fn tiles(task: &Task) -> TilePlan {
+    task.memory.as_ref().map_or(TilePlan::WHOLE, |memory| TilePlan {
+        tile: memory.vae_tile as usize,
+        overlap: memory.vae_tile_overlap as usize,
+        batch: memory.vae_tile_batch as usize,
+    })
+}
+
 fn decode(vae: &AutoencoderKl, work: &DecodeWork, task: &Task, control: &Control<'_>) -> Result<Finished, RunError> {
     let (shape, values) = segment::read_f32(task, "latents")?;
     let latents = tensor::from_f32(values, &shape).map_err(PipelineError::from)?;
     let mut observer = Watch::blocks(control);
-    let pixels = pipeline::decode(vae, &latents, &mut observer)?;
+    let pixels = pipeline::decode(vae, &latents, &tiles(task), &mut observer)?;
     let shape = [1, work.height as usize, work.width as usize, 3];
     let output = segment::write(task, "pixels", ElementType::U8, &shape, &pixels)?;
     Ok(Finished { outputs: vec![output], notes: Vec::new() })
@@ -81,6 +90,7 @@ fn encode(vae: &AutoencoderKl, work: VaeEncodeWork, task: &Task, control: &Contr
         seed: work.seed,
         image_latents: segment::has_output(task, "image_latents"),
         masked_image_latents: segment::has_output(task, "masked_image_latents"),
+        tiles: tiles(task),
     };
     let mut observer = Watch::blocks(control);
     let encoded = pipeline::vae_encode(vae, request, &image, mask.as_ref(), &mut observer)?;

@@ -2,8 +2,9 @@
 
 use candle_core::Tensor;
 
+use super::decode::is_finite;
 use super::{PipelineError, SourceImage, SourceMask, StageObserver};
-use crate::models::AutoencoderKl;
+use crate::models::{AutoencoderKl, TilePlan};
 use crate::residency::SegmentEvent;
 use crate::sampling::{Generator, NoiseSource as _};
 
@@ -16,6 +17,8 @@ pub struct VaeEncodeRequest {
     pub image_latents: bool,
     /// Latents of the image without its masked part: for a model of 9 input channels.
     pub masked_image_latents: bool,
+    /// In which tiles the image is encoded.
+    pub tiles: TilePlan,
 }
 
 /// What was wanted, each f32.
@@ -35,7 +38,8 @@ pub struct VaeEncoded {
 /// by the denoiser, skipped here), the masked image's posterior.
 ///
 /// # Errors
-/// A size that does not fit the model, or a cancelled run.
+/// A size that does not fit the model, a cancelled run, or latents that are not finite: in a short type, a type of more range may
+/// give ones that are.
 pub fn vae_encode(
     vae: &AutoencoderKl,
     request: VaeEncodeRequest,
@@ -47,7 +51,7 @@ pub fn vae_encode(
     let mut encoded = VaeEncoded::default();
     let mut elements = 0;
     if request.image_latents {
-        let latents = sample(vae, &image.tensor()?, &mut generator, observer)?;
+        let latents = sample(vae, &image.tensor()?, &request.tiles, &mut generator, observer)?;
         elements = latents.elem_count();
         encoded.image_latents = Some(latents);
     }
@@ -61,7 +65,7 @@ pub fn vae_encode(
             elements = vae.config().latent_channels * (height / scale) * (width / scale);
         }
         generator.randn(elements);
-        encoded.masked_image_latents = Some(sample(vae, &masked, &mut generator, observer)?);
+        encoded.masked_image_latents = Some(sample(vae, &masked, &request.tiles, &mut generator, observer)?);
     }
     Ok(encoded)
 }
@@ -70,13 +74,18 @@ pub fn vae_encode(
 fn sample(
     vae: &AutoencoderKl,
     image: &Tensor,
+    tiles: &TilePlan,
     generator: &mut Generator,
     observer: &mut dyn StageObserver,
 ) -> Result<Tensor, PipelineError> {
     observer.on_tensor("vae_encode.in", image);
-    let (mean, log_variance) = vae.encode(image, &mut |event: &SegmentEvent<'_>| observer.on_block(event))?;
+    let (mean, log_variance) = vae.encode_in(image, tiles, &mut |event: &SegmentEvent<'_>| observer.on_block(event))?;
     observer.on_tensor("vae_encode.mode", &mean);
     let deviation = (log_variance * 0.5)?.exp()?;
     let noise = generator.noise_like(&mean)?;
-    Ok(vae.to_diffusion(&(mean + (deviation * noise)?)?)?)
+    let latents = vae.to_diffusion(&(mean + (deviation * noise)?)?)?;
+    if !is_finite(&latents)? {
+        return Err(PipelineError::NonFinite { what: "the encoded image" });
+    }
+    Ok(latents)
 }

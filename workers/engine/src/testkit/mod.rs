@@ -14,4 +14,4 @@ pub use default_model::DefaultModel;
 pub use fixture::{Fixture, FixtureError, fixtures};
 pub use layouts::{Case, Layouts, Network, SlicedTensor, TextRun, UnetRunShape, VaeRunShape};
 pub use seeded::{canonical, noise, seeded, uniform};
-pub use write::{Layout, NewTensor, write_safetensors, write_weights};
+pub use write::{Layout, NewTensor, scale_weights, write_safetensors, write_weights};

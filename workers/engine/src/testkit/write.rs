@@ -5,7 +5,7 @@ use std::path::Path;
 
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
-use safetensors::{Dtype, serialize_to_file};
+use safetensors::{Dtype, SafeTensors, serialize_to_file};
 
 use super::{FixtureError, seeded};
 
@@ -85,4 +85,30 @@ pub fn write_weights(folder: &Path, stem: &str, tensors: &[NewTensor], layout: L
             Ok(())
         }
     }
+}
+
+/// Multiplies the numbers of the tensors that `by` gives a factor for, in the safetensors file `path`, which holds F32 or F16
+/// and comes to hold F32: for weights that a test needs out of the ordinary.
+///
+/// # Errors
+/// If the file cannot be read or written.
+pub fn scale_weights(path: &Path, by: impl Fn(&str) -> Option<f32>) -> Result<(), FixtureError> {
+    let invalid = |e: safetensors::SafeTensorError| FixtureError::Invalid(format!("{}: {e}", path.display()));
+    let file = std::fs::read(path)?;
+    let mut data = BTreeMap::new();
+    for (name, view) in SafeTensors::deserialize(&file).map_err(invalid)?.tensors() {
+        let factor = by(&name).unwrap_or(1.0);
+        let values: Vec<f32> = match view.dtype() {
+            Dtype::F32 => view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+            Dtype::F16 => view.data().chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+            other => return Err(FixtureError::Invalid(format!("{}: {name} is {other:?}", path.display()))),
+        };
+        let scaled: Vec<f32> = values.iter().map(|v| v * factor).collect();
+        data.insert(name, (bytes(&scaled, Dtype::F32), view.shape().to_vec()));
+    }
+    let views: Result<Vec<_>, _> = data
+        .iter()
+        .map(|(name, (bytes, shape))| Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes)?)))
+        .collect();
+    serialize_to_file(views.map_err(invalid)?, None, path).map_err(invalid)
 }
