@@ -59,7 +59,7 @@ impl StageModel for DiffusionStage {
         let shape = latents.dims().to_vec();
         let values = segment::values(&latents)?;
         let output = segment::write(task, "latents", ElementType::F32, &shape, &segment::f32_bytes(&values))?;
-        Ok(Finished { outputs: vec![output], notes: Vec::new() })
+        Ok(Finished { outputs: vec![output], notes: Vec::new(), ..Finished::default() })
     }
 
     fn unload(&mut self) {

@@ -93,11 +93,14 @@ impl RunError {
 }
 
 /// What a finished run leaves.
+#[derive(Default)]
 pub(crate) struct Finished {
     /// Outputs as sealed.
     pub(crate) outputs: Vec<NamedSegment>,
     /// For people.
     pub(crate) notes: Vec<String>,
+    /// Why they are not what the task asked for; empty: they are.
+    pub(crate) degraded: String,
 }
 
 /// A stage's model, loaded on first use.
@@ -394,7 +397,7 @@ fn perform(
     model.load(folder, task, control)?;
     let loaded = Instant::now();
     let finished = match &task.work {
-        Some(Work::Load(_)) | None => Finished { outputs: Vec::new(), notes: Vec::new() },
+        Some(Work::Load(_)) | None => Finished::default(),
         Some(Work::Encode(_) | Work::VaeEncode(_) | Work::Denoise(_) | Work::Decode(_)) => model.run(task, control)?,
     };
     let computed = loaded.elapsed();
@@ -412,6 +415,7 @@ fn perform(
         segments: segments as u32,
         streamed_bytes: moved.streamed_bytes,
         streamed_segments: moved.streamed as u64,
+        degraded: finished.degraded,
         ..TaskDone::default()
     })
 }

@@ -49,7 +49,7 @@ impl StageModel for TextStage {
         let output = segment::write(task, "conditioning", ElementType::F32, &shape, &segment::f32_bytes(&values))?;
         let notes = (encoded.chunks > 1)
             .then(|| format!("the prompt has {} chunks of 75 tokens, encoded one by one and joined", encoded.chunks));
-        Ok(Finished { outputs: vec![output], notes: notes.into_iter().collect() })
+        Ok(Finished { outputs: vec![output], notes: notes.into_iter().collect(), ..Finished::default() })
     }
 
     fn unload(&mut self) {

@@ -4,10 +4,11 @@ use std::path::Path;
 
 use sd_engine::formats::WeightSet;
 use sd_engine::models::{AutoencoderKl, ModelError, TilePlan, VaeHalf};
+use sd_engine::ops::ComputeType;
 use sd_engine::pipeline::{self, PipelineError, SourceImage, SourceMask, VaeEncodeRequest};
 use sd_engine::tensor;
 use sd_proto::worker::v1::task::Work;
-use sd_proto::worker::v1::{DecodeWork, ElementType, Task, VaeEncodeWork};
+use sd_proto::worker::v1::{DecodeWork, ElementType, Task, TaskMemory, VaeEncodeWork};
 
 use crate::runner::{Control, Finished, RunError, StageModel};
 use crate::segment;
@@ -21,28 +22,30 @@ pub(crate) struct VaeStage {
 
 impl StageModel for VaeStage {
     fn load(&mut self, folder: &Path, task: &Task, control: &Control<'_>) -> Result<(), RunError> {
-        let (half, other) = match &task.work {
-            Some(Work::VaeEncode(_)) => (VaeHalf::Encoder, VaeHalf::Decoder),
-            Some(Work::Decode(_) | Work::Load(_) | Work::Encode(_) | Work::Denoise(_)) | None => {
-                (VaeHalf::Decoder, VaeHalf::Encoder)
-            }
+        let vae = match &mut self.loaded {
+            Some(vae) => vae,
+            none => none.insert(AutoencoderKl::open(&folder.join("vae"))?),
         };
-        if self.loaded.is_none() {
-            self.loaded = Some(AutoencoderKl::open(&folder.join("vae"))?);
+        if let Some(memory) = &task.memory {
+            vae.compute_in(compute(memory)?);
         }
-        // The two halves are loaded apart: text to image never needs the encoder.
-        if let Some(vae) = &self.loaded {
-            control.govern(task, &[vae.residency(half), vae.residency(other)])?;
-            control.load(vae.residency(half))?;
-        }
-        Ok(())
+        bind(vae, task, control)
     }
 
     fn run(&mut self, task: &Task, control: &Control<'_>) -> Result<Finished, RunError> {
-        match (&self.loaded, &task.work) {
-            (Some(vae), Some(Work::Decode(work))) => decode(vae, work, task, control),
-            (Some(vae), Some(Work::VaeEncode(work))) => encode(vae, *work, task, control),
-            _ => Err(PipelineError::Internal("the vae stage is not loaded for this task".into()).into()),
+        let Some(vae) = &mut self.loaded else {
+            return Err(PipelineError::Internal("the vae stage is not loaded".into()).into());
+        };
+        let asked = vae.compute();
+        match (run(vae, task, control), asked) {
+            // What a short type cannot hold, f32 may. If the weights are to blame, it fails again and they are named.
+            (Err(RunError::Pipeline(PipelineError::NonFinite { what })), ComputeType::F16 | ComputeType::Bf16) => {
+                vae.compute_in(ComputeType::F32);
+                bind(vae, task, control)?;
+                let degraded = format!("{what} was not finite in {}: it was computed again in f32", asked.name());
+                Ok(Finished { degraded, ..run(vae, task, control)? })
+            }
+            (result, _) => result,
         }
     }
 
@@ -56,6 +59,41 @@ impl StageModel for VaeStage {
 
     fn weights_bytes(&self) -> u64 {
         self.loaded.as_ref().map_or(0, AutoencoderKl::bytes)
+    }
+}
+
+/// Loads the half that a task needs, as far as the lease allows. The two are loaded apart: text to image never needs the encoder.
+fn bind(vae: &AutoencoderKl, task: &Task, control: &Control<'_>) -> Result<(), RunError> {
+    let (half, other) = match &task.work {
+        Some(Work::VaeEncode(_)) => (VaeHalf::Encoder, VaeHalf::Decoder),
+        Some(Work::Decode(_) | Work::Load(_) | Work::Encode(_) | Work::Denoise(_)) | None => {
+            (VaeHalf::Decoder, VaeHalf::Encoder)
+        }
+    };
+    control.govern(task, &[vae.residency(half), vae.residency(other)])?;
+    control.load(vae.residency(half))
+}
+
+fn run(vae: &AutoencoderKl, task: &Task, control: &Control<'_>) -> Result<Finished, RunError> {
+    match &task.work {
+        Some(Work::Decode(work)) => decode(vae, work, task, control),
+        Some(Work::VaeEncode(work)) => encode(vae, *work, task, control),
+        Some(Work::Load(_) | Work::Encode(_) | Work::Denoise(_)) | None => {
+            Err(PipelineError::Internal("the vae stage does not run this task".into()).into())
+        }
+    }
+}
+
+/// What a task asks to compute in.
+fn compute(memory: &TaskMemory) -> Result<ComputeType, RunError> {
+    match memory.vae_type() {
+        ElementType::Unspecified | ElementType::F32 => Ok(ComputeType::F32),
+        ElementType::F16 => Ok(ComputeType::F16),
+        ElementType::Bf16 => Ok(ComputeType::Bf16),
+        other @ (ElementType::U8 | ElementType::I64) => {
+            let name = other.as_str_name();
+            Err(PipelineError::Request(format!("a vae computes in f32, f16 or bf16, not in {name}")).into())
+        }
     }
 }
 
@@ -75,7 +113,7 @@ fn decode(vae: &AutoencoderKl, work: &DecodeWork, task: &Task, control: &Control
     let pixels = pipeline::decode(vae, &latents, &tiles(task), &mut observer)?;
     let shape = [1, work.height as usize, work.width as usize, 3];
     let output = segment::write(task, "pixels", ElementType::U8, &shape, &pixels)?;
-    Ok(Finished { outputs: vec![output], notes: Vec::new() })
+    Ok(Finished { outputs: vec![output], notes: Vec::new(), ..Finished::default() })
 }
 
 fn encode(vae: &AutoencoderKl, work: VaeEncodeWork, task: &Task, control: &Control<'_>) -> Result<Finished, RunError> {
@@ -108,5 +146,5 @@ fn encode(vae: &AutoencoderKl, work: VaeEncodeWork, task: &Task, control: &Contr
             outputs.push(segment::write(task, role, ElementType::F32, latents.dims(), &bytes)?);
         }
     }
-    Ok(Finished { outputs, notes: Vec::new() })
+    Ok(Finished { outputs, notes: Vec::new(), ..Finished::default() })
 }
