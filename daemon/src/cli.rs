@@ -4,6 +4,10 @@ use std::path::PathBuf;
 
 use clap::Parser;
 
+mod memory;
+
+pub use memory::MemoryFlags;
+
 use crate::config::{Config, ConfigError, Layers, Origin, default_file};
 
 /// What `--help` says below the options.
@@ -13,6 +17,7 @@ Examples:
   sdd --listen 127.0.0.1:7860               serve programs of this host over TCP (port 0: any free one)
   sdd --model anime=/models/anime-v3        register a model; ask for it with `sdctl generate -m anime …`
   sdd --models-dir /models --budget 8GiB    every folder there is a model; workers may hold 8 GiB together
+  sdd --preset 8gb --offload-mode cond_only move the text encoder out before denoising, where room is short
   sdd --print-config > config.toml          all keys, with what they do and where each value comes from
 
 Configuration, later ones over earlier ones:
@@ -77,6 +82,9 @@ pub struct Cli {
     /// Any other key of the configuration; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub memory_flags: MemoryFlags,
     /// Print the effective configuration, say where each value comes from, and exit
     #[arg(long)]
     pub print_config: bool,
@@ -132,6 +140,7 @@ impl Cli {
         if self.insecure_listen {
             layers.set_by_name("insecure_listen", "true", Origin::Flag("--insecure-listen".into()))?;
         }
+        self.memory_flags.lay(&mut layers)?;
         for (flag, prefix, pairs) in [("--model", "models.", &self.model), ("--set", "", &self.set)] {
             for pair in pairs {
                 let origin = Origin::Flag(flag.into());

@@ -9,7 +9,7 @@ use sd_proto::endpoint::{Endpoint, MAX_SOCKET_PATH};
 
 use super::raw::{Raw, RawDeadlines, RawLimits};
 use super::values::{ByteSize, Span};
-use super::{Config, ConfigError, LogFormat, Origin, places};
+use super::{Config, ConfigError, LogFormat, Memory, Origin, placement, places};
 use crate::ids::DeviceId;
 use crate::jobs::Limits;
 use crate::models::RegistryConfig;
@@ -20,6 +20,11 @@ use crate::workers::WorkerLimits;
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 /// Name of the longest socket in the runtime folder: the link, with an instance's id.
 const LINK_NAME_BYTES: usize = "/link-0123456789abcdef.sock".len();
+
+/// Smallest edge of a tile in pixels: below it most of a tile is overlap.
+pub const LEAST_TILE: u32 = 128;
+/// Largest edge of a tile in pixels.
+pub const MOST_TILE: u32 = 4096;
 
 type Origins = BTreeMap<String, Origin>;
 
@@ -217,6 +222,21 @@ impl Checker<'_> {
         Ok(devices)
     }
 
+    fn memory(&self, raw: &Raw) -> Result<Memory, ConfigError> {
+        let tables = raw.model_memory.iter().map(|(name, table)| (format!("model_memory.{name}"), table));
+        for (table, memory) in std::iter::once(("memory".to_owned(), &raw.memory)).chain(tables) {
+            let wrong = |key: &str, problem: String| self.wrong(&format!("{table}.{key}"), problem);
+            placement::devices(memory.backend.as_deref()).map_err(|problem| wrong("backend", problem))?;
+            placement::storage(memory.params_backend.as_deref()).map_err(|problem| wrong("params_backend", problem))?;
+            if memory.vae_tile_batch == Some(0) {
+                return Err(wrong("vae_tile_batch", "0 tiles at once paint nothing: write at least 1".into()));
+            }
+            let (size, overlap) = (memory.vae_tile_size.unwrap_or(0), memory.vae_tile_overlap.unwrap_or(0));
+            tiles(size, overlap).map_err(|(key, problem)| wrong(key, problem))?;
+        }
+        Ok(Memory { daemon: raw.memory.clone(), models: raw.model_memory.clone() })
+    }
+
     fn threads(&self, raw: Option<u32>) -> Result<usize, ConfigError> {
         let there_are = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let threads = self.number("threads", raw, there_are)?;
@@ -264,6 +284,24 @@ impl Checker<'_> {
     }
 }
 
+/// Checks a tile's edge and overlap, in pixels, 0 for either where it is left open. `Err` names the key.
+pub fn tiles(size: u32, overlap: u32) -> Result<(), (&'static str, String)> {
+    if size != 0 && !(LEAST_TILE..=MOST_TILE).contains(&size) || !size.is_multiple_of(8) {
+        let problem =
+            format!("{size} is no edge of a tile: write a multiple of 8 from {LEAST_TILE} to {MOST_TILE}, or 0");
+        return Err(("vae_tile_size", problem));
+    }
+    // With the edge left open the overlap must suit the smallest that may be chosen.
+    let edge = if size == 0 { LEAST_TILE } else { size };
+    if !overlap.is_multiple_of(8) || overlap > edge / 2 {
+        let most = edge / 2 / 8 * 8;
+        let problem =
+            format!("{overlap} is no overlap of tiles of {edge} pixels: write a multiple of 8 up to {most}, or 0");
+        return Err(("vae_tile_overlap", problem));
+    }
+    Ok(())
+}
+
 /// Whether only this host can reach a listener there. A name other than `localhost` may mean anything.
 fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
@@ -307,6 +345,7 @@ impl Config {
             stop,
             jobs,
             shared_memory: raw.limits.shared_memory.map(|bytes| bytes.0),
+            memory: checker.memory(&raw)?,
             log_filter,
             log_format,
             origins,

@@ -8,7 +8,18 @@ use toml::de::{DeTable, DeValue};
 use toml::{Spanned, Table, Value};
 
 use super::ConfigError;
+use super::memory::{PRESET_KEYS, RawMemory};
+use super::presets::Preset;
 use super::raw::{KEYS, Key, Kind, Raw};
+
+/// A file for `--memory`.
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MemoryFile {
+    memory: Option<RawMemory>,
+    #[serde(default, rename = "model_memory")]
+    _models: BTreeMap<String, RawMemory>,
+}
 
 /// Where a value was set.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -75,6 +86,42 @@ impl Layers {
         Ok(())
     }
 
+    /// Lays a file with a `[memory]` table over what is there: what it does not write comes from the preset that it names, else
+    /// from 24gb, and never from a table below it. `[model_memory.NAME]` may stand in it too, and nothing else.
+    ///
+    /// # Errors
+    /// As [`Layers::file`]; also where the table is not there.
+    pub fn memory_file(&mut self, path: &Path) -> Result<(), ConfigError> {
+        let text =
+            std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_path_buf(), source })?;
+        let wrong = |line: usize, problem: String| ConfigError::File { path: path.to_path_buf(), line, problem };
+        let of_toml = |error: toml::de::Error| {
+            let line = error.span().map_or(1, |span| line_of(&text, span.start));
+            let shown = text.lines().nth(line - 1).unwrap_or_default().trim();
+            wrong(line, format!("{}, in `{shown}`", error.message().trim_end()))
+        };
+        let file: MemoryFile = toml::from_str(&text).map_err(of_toml)?;
+        let Some(memory) = file.memory else {
+            return Err(wrong(
+                1,
+                "there is no table [memory]: a file for --memory must have one, if only with a preset".into(),
+            ));
+        };
+        let preset = memory.preset.unwrap_or(Preset::Gb24);
+        if let Some(Value::Table(below)) = self.table.get_mut("memory") {
+            below.retain(|key, _| !PRESET_KEYS.iter().any(|filled| *filled == key));
+        }
+        for key in PRESET_KEYS {
+            self.origins.remove(&format!("memory.{key}"));
+        }
+        self.file(path)?;
+        if memory.preset.is_none() {
+            let origin = Origin::File { path: path.to_path_buf(), line: 1 };
+            self.set_by_name("memory.preset", preset.name(), origin)?;
+        }
+        Ok(())
+    }
+
     /// Lays `SDD_…` variables over what is there. Unknown ones are not ours to refuse; they are returned.
     ///
     /// # Errors
@@ -106,6 +153,12 @@ impl Layers {
         if let Some(model) = name.strip_prefix("models.") {
             return self.insert(name, &["models", model], Value::String(text.into()), origin);
         }
+        if let Some((model, key)) = name.strip_prefix("model_memory.").and_then(|rest| rest.rsplit_once('.'))
+            && let Some(known) = KEYS.iter().find(|known| known.name.strip_prefix("memory.") == Some(key))
+        {
+            let value = Self::read(known, text, &origin)?;
+            return self.insert(name, &["model_memory", model, key], value, origin);
+        }
         match KEYS.iter().find(|key| key.name == name && name != "models") {
             Some(key) => self.set(key, text, origin),
             None => Err(ConfigError::Value {
@@ -117,8 +170,14 @@ impl Layers {
     }
 
     fn set(&mut self, key: &Key, text: &str, origin: Origin) -> Result<(), ConfigError> {
+        let value = Self::read(key, text, &origin)?;
+        self.insert(key.name, &key.name.split('.').collect::<Vec<_>>(), value, origin)
+    }
+
+    /// A value from its text outside a file.
+    fn read(key: &Key, text: &str, origin: &Origin) -> Result<Value, ConfigError> {
         let wrong = |problem: String| ConfigError::Value { key: key.name.into(), origin: origin.clone(), problem };
-        let value = match key.kind {
+        Ok(match key.kind {
             Kind::Text => Value::String(text.into()),
             Kind::List => Value::Array(text.split(',').map(|item| Value::String(item.trim().into())).collect()),
             Kind::Number => {
@@ -129,8 +188,8 @@ impl Layers {
                 "false" | "0" | "no" => Value::Boolean(false),
                 _ => return Err(wrong(format!("{text:?} is neither true nor false"))),
             },
-        };
-        self.insert(key.name, &key.name.split('.').collect::<Vec<_>>(), value, origin)
+            Kind::Decimal => Value::Float(text.trim().parse().map_err(|_| wrong(format!("{text:?} is not a number")))?),
+        })
     }
 
     fn insert(&mut self, key: &str, path: &[&str], value: Value, origin: Origin) -> Result<(), ConfigError> {

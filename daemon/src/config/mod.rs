@@ -6,7 +6,10 @@
 
 mod check;
 mod layers;
+pub mod memory;
+pub mod placement;
 mod places;
+pub mod presets;
 mod print;
 mod raw;
 mod values;
@@ -17,8 +20,11 @@ use std::time::Duration;
 
 use sd_proto::endpoint::Endpoint;
 
+pub use check::{LEAST_TILE, MOST_TILE, tiles};
 pub use layers::{Layers, Origin};
+pub use memory::Memory;
 pub use places::{default_file, find_worker};
+pub use print::Value;
 pub use raw::{KEYS, Key, Raw};
 pub use values::{ByteSize, Span};
 
@@ -104,6 +110,8 @@ pub struct Config {
     pub jobs: Limits,
     /// Bytes of shared memory for tensors; absent: what the host has free.
     pub shared_memory: Option<u64>,
+    /// How memory is used.
+    pub memory: Memory,
     /// What is logged, in the words of `RUST_LOG`.
     pub log_filter: String,
     /// How it is logged.

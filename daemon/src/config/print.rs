@@ -3,11 +3,23 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
+use super::memory::PRESET_KEYS;
 use super::raw::KEYS;
 use super::values::{ByteSize, Span};
 use super::{Config, LogFormat, Origin};
 use crate::ids::DeviceId;
 use crate::residency::Budget;
+
+/// One effective value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Value {
+    /// Its key, with dots between tables.
+    pub key: String,
+    /// As TOML; `None` where it is not set or decided at the start.
+    pub value: Option<String>,
+    /// "default", "preset 24gb", a file with its line, a variable, a flag.
+    pub source: String,
+}
 
 fn quoted(text: impl std::fmt::Display) -> String {
     toml::Value::String(text.to_string()).to_string()
@@ -65,12 +77,44 @@ impl Config {
                 LogFormat::Text => "text",
                 LogFormat::Json => "json",
             }),
-            _ => return None,
+            key => return self.memory.settings().effective.value(key.strip_prefix("memory.")?),
         })
     }
 
     fn origin(&self, key: &str) -> &Origin {
         self.origins.get(key).unwrap_or(&Origin::Default)
+    }
+
+    /// Where a key's effective value comes from, for people.
+    fn source(&self, key: &str) -> String {
+        let filled = key.strip_prefix("memory.").is_some_and(|key| PRESET_KEYS.contains(&key));
+        match self.origins.get(key) {
+            Some(origin) => origin.to_string(),
+            None if filled => format!("preset {}", self.memory.settings().preset),
+            None => Origin::Default.to_string(),
+        }
+    }
+
+    /// Every key with its effective value as TOML and where that comes from; those that are decided at the start or not set
+    /// have no value. Models and their memory follow.
+    pub fn values(&self) -> Vec<Value> {
+        let fixed = KEYS.iter().filter(|key| key.name != "models");
+        let mut values: Vec<Value> = fixed
+            .map(|key| Value { key: key.name.into(), value: self.value(key.name), source: self.source(key.name) })
+            .collect();
+        values.extend(self.models.models.iter().map(|(name, folder)| {
+            let key = format!("models.{name}");
+            Value { value: Some(path(folder)), source: self.origin(&key).to_string(), key }
+        }));
+        for (name, written) in &self.memory.models {
+            let keys = KEYS.iter().filter_map(|key| key.name.strip_prefix("memory."));
+            values.extend(keys.filter_map(|key| {
+                let value = written.value(key)?;
+                let key = format!("model_memory.{name}.{key}");
+                Some(Value { value: Some(value), source: self.origin(&key).to_string(), key })
+            }));
+        }
+        values
     }
 
     /// Everything, as a TOML document with a comment on each value: where it was set, and what it does.
@@ -84,9 +128,12 @@ impl Config {
                 let _ = write!(text, "\n[{table}]\n");
             }
             let _ = match self.value(key.name) {
-                Some(value) => {
+                // What a preset fills is shown and not written: a file that wrote it would make it a user's.
+                Some(value) if self.origins.contains_key(key.name) || table != "memory" => {
                     writeln!(text, "# {}\n{name} = {value} # {}", key.help, self.origin(key.name))
                 }
+                Some(value) => writeln!(text, "# {}\n# {name} = {value} # {}", key.help, self.source(key.name)),
+                None if table == "memory" => writeln!(text, "# {}\n# {name} = (not set)", key.help),
                 None => writeln!(text, "# {}\n# {name} = (decided at start)", key.help),
             };
         }
@@ -95,6 +142,14 @@ impl Config {
             for (name, folder) in &self.models.models {
                 let origin = self.origin(&format!("models.{name}"));
                 let _ = writeln!(text, "{} = {} # {origin}", quoted(name), path(folder));
+            }
+        }
+        for (name, written) in &self.memory.models {
+            let _ = write!(text, "\n[model_memory.{}]\n", quoted(name));
+            for key in KEYS.iter().filter_map(|key| key.name.strip_prefix("memory.")) {
+                if let Some(value) = written.value(key) {
+                    let _ = writeln!(text, "{key} = {value} # {}", self.origin(&format!("model_memory.{name}.{key}")));
+                }
             }
         }
         text

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde::Deserialize;
 
+use super::memory::RawMemory;
 use super::values::{ByteSize, OneOrMany, Span};
 
 /// One layer of configuration, or all of them merged. The documentation of each key is in [`KEYS`].
@@ -28,6 +29,8 @@ pub struct Raw {
     pub devices: BTreeMap<String, RawDevice>,
     pub deadlines: RawDeadlines,
     pub limits: RawLimits,
+    pub memory: RawMemory,
+    pub model_memory: BTreeMap<String, RawMemory>,
     pub log: RawLog,
 }
 
@@ -91,6 +94,8 @@ pub enum Kind {
     List,
     /// A whole number.
     Number,
+    /// A number, perhaps with a fraction.
+    Decimal,
     /// `true` or `false`.
     Switch,
 }
@@ -110,8 +115,9 @@ const fn key(name: &'static str, kind: Kind, help: &'static str) -> Key {
     Key { name, kind, help }
 }
 
-/// Every key with a fixed name, in the order in which they are printed. `[models]` (name = folder) comes on top.
-pub const KEYS: [Key; 36] = [
+/// Every key with a fixed name, in the order in which they are printed. `[models]` (name = folder) comes on top, and
+/// `[model_memory.NAME]` with the keys of `[memory]`.
+pub const KEYS: &[Key] = &[
     key("listen", Kind::List, "where clients connect: unix:PATH or HOST:PORT (port 0: any free one), several possible"),
     key(
         "insecure_listen",
@@ -153,6 +159,81 @@ pub const KEYS: [Key; 36] = [
     key("limits.ended_jobs", Kind::Number, "ended jobs that can still be looked up"),
     key("limits.ended_bytes", Kind::Text, "bytes of pictures kept of ended jobs"),
     key("limits.shared_memory", Kind::Text, "bytes of shared memory for tensors; default: what /dev/shm has free"),
+    key(
+        "memory.preset",
+        Kind::Text,
+        "auto, 24gb, 16gb, 12gb, 8gb or minimal: fills what is not written below; its counts stand for bytes",
+    ),
+    key(
+        "memory.dit_gpu_blocks",
+        Kind::Number,
+        "blocks of the diffusion model that stay on the device at most; -1: as many as are granted",
+    ),
+    key(
+        "memory.te_gpu_layers",
+        Kind::Number,
+        "layers of the text encoder that stay on the device at most; -1: as many as are granted",
+    ),
+    key("memory.offload", Kind::Text, "where weights are kept that leave the device: ram or disk"),
+    key("memory.te_offload", Kind::Text, "the same for the text encoder: ram, disk, or none for where the others are"),
+    key("memory.sequential", Kind::Switch, "written true: every stage leaves its device when it has run"),
+    key("memory.token_chunk", Kind::Number, "rows of a matrix product that are computed at once; 0: all"),
+    key("memory.mlp_chunk", Kind::Number, "rows of a feed-forward layer that are computed at once; 0: all"),
+    key(
+        "memory.reserve_gb",
+        Kind::Decimal,
+        "gigabytes of the budget that stay free; a preset's never cost a model its place",
+    ),
+    key("memory.vae_tile_batch", Kind::Number, "tiles of the VAE that go through a layer together"),
+    key(
+        "memory.vae_resident",
+        Kind::Switch,
+        "whether the VAE's weights may stay; else they are streamed, once a batch of tiles",
+    ),
+    key(
+        "memory.vae_dtype",
+        Kind::Text,
+        "what the VAE computes in: f32, f16 or bf16; on the CPU f32 unless it is written",
+    ),
+    key(
+        "memory.offload_mode",
+        Kind::Text,
+        "when stages leave their device: auto, none, cond_only, cond_diffusion, aggressive, layer_streaming",
+    ),
+    key("memory.offload_cond_stage", Kind::Switch, "the text encoder leaves before denoising; unset: as the mode says"),
+    key(
+        "memory.offload_diffusion",
+        Kind::Switch,
+        "the diffusion model leaves before decoding; unset: as the mode says",
+    ),
+    key(
+        "memory.reload_cond_stage",
+        Kind::Switch,
+        "a text encoder that left for a job comes back after it, where there is room",
+    ),
+    key(
+        "memory.reload_diffusion",
+        Kind::Switch,
+        "a diffusion model that left for a job comes back after it, where there is room",
+    ),
+    key("memory.offload_log", Kind::Switch, "log what is moved and what is kept"),
+    key("memory.vram_estimation", Kind::Text, "how memory is estimated before it was measured: dryrun or formula"),
+    key("memory.streaming_prefetch", Kind::Number, "layers that are read ahead while one runs: 0 or 1"),
+    key("memory.streaming_min_vram", Kind::Number, "MB of the device that stay free while a model is streamed"),
+    key(
+        "memory.max_vram",
+        Kind::Decimal,
+        "GiB of the device that may be used; below zero: that are spared; 0: no bound",
+    ),
+    key("memory.vae_tiling", Kind::Switch, "decode and encode in tiles; unset: where the whole does not fit"),
+    key("memory.vae_tile_size", Kind::Number, "edge of a tile in pixels; 0: as fits, 512 at most"),
+    key("memory.vae_tile_overlap", Kind::Number, "overlap of two tiles in pixels; 0: a quarter of the edge"),
+    key("memory.backend", Kind::Text, "device of each stage, as text=cpu,vae=cpu; * for all"),
+    key(
+        "memory.params_backend",
+        Kind::Text,
+        "where each stage's weights are kept, as text=disk,*=cpu; over memory.offload",
+    ),
     key("log.filter", Kind::Text, "what is logged, as RUST_LOG says it: info, sdd=debug, …"),
     key("log.format", Kind::Text, "text or json"),
     key("models", Kind::Text, "table of name = folder; on the command line --model NAME=FOLDER"),

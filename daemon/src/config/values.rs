@@ -81,13 +81,17 @@ impl fmt::Display for Span {
     }
 }
 
-struct Text<T>(std::marker::PhantomData<T>, &'static str);
+pub(super) struct Text<T>(pub(super) std::marker::PhantomData<T>, pub(super) &'static str);
 
 impl<T: FromStr<Err = String>> Visitor<'_> for Text<T> {
     type Value = T;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.1)
+    }
+
+    fn visit_bool<E: de::Error>(self, value: bool) -> Result<T, E> {
+        value.to_string().parse().map_err(E::custom)
     }
 
     fn visit_i64<E: de::Error>(self, value: i64) -> Result<T, E> {
