@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use crate::api::{Backing, ControlService, GenerationService, Identity, Live};
 use crate::arena::{Arena, ArenaLimits, host_free};
 use crate::clock::RuntimeClock;
-use crate::config::Config;
+use crate::config::{self, Config};
 use crate::ids::DeviceId;
 use crate::jobs::durable::{self, DiskStore, Keeper, Store, StoreError};
 use crate::jobs::{Admission, Drained, Jobs};
@@ -27,12 +27,14 @@ use crate::journal::Journal;
 use crate::memory;
 use crate::models::Registry;
 use crate::notify;
-use crate::residency::device::DeviceError;
+use crate::residency::device::{DeviceError, HostMemory};
 use crate::residency::estimate::Estimator;
+use crate::residency::peaks::Peaks;
 use crate::residency::{Bytes, DeviceConfig, Residency};
 use crate::serve::PublicServer;
 use crate::sockets::{Listener, SocketError, SocketFiles, bind_unix, prepare_runtime_dir};
 use crate::stages::Dispatcher;
+use crate::stages::memory::MemoryPlan;
 use crate::stages::needs::DeviceNeeds;
 use crate::workers::Workers;
 
@@ -68,6 +70,9 @@ pub enum DaemonError {
     /// The host has no room for tensors.
     #[error("{0}")]
     SharedMemory(String),
+    /// The configuration of memory leaves nothing to be used.
+    #[error("{0}")]
+    Memory(String),
     /// The system refuses something.
     #[error("cannot {what}: {source}")]
     System {
@@ -88,7 +93,9 @@ impl DaemonError {
             Self::Held(DeviceLockError::Held { .. })
             | Self::Socket(SocketError::Held(_))
             | Self::Store(StoreError::Held(_)) => ProgramExit::Held,
-            Self::Device(DeviceError::Budget { .. }) | Self::Socket(_) | Self::SharedMemory(_) => ProgramExit::Usage,
+            Self::Device(DeviceError::Budget { .. }) | Self::Socket(_) | Self::SharedMemory(_) | Self::Memory(_) => {
+                ProgramExit::Usage
+            },
             Self::Held(DeviceLockError::Io { .. })
             | Self::Device(_)
             | Self::Store(_)
@@ -152,8 +159,11 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), DaemonError
     };
     // What the host does not have is refused before anything is held or bound.
     let device = device(&config)?;
+    for (key, warning) in preset_warnings(&config) {
+        tracing::warn!(key, "{warning}");
+    }
     let shared_memory = arena_limits(&config)?;
-    let mut device_lock = DeviceLock::acquire(&lock_dir, device.id.as_str(), &holder).map_err(DaemonError::Held)?;
+    let mut device_lock = DeviceLock::acquire(&lock_dir, device.0.id.as_str(), &holder).map_err(DaemonError::Held)?;
     let mut instance = InstanceLock::create(&lock_dir, &holder).map_err(system("create the instance lock"))?;
 
     prepare_runtime_dir(&config.runtime_dir)?;
@@ -245,13 +255,46 @@ fn sweep(lock_dir: &Path) {
     }
 }
 
-fn device(config: &Config) -> Result<DeviceConfig, DaemonError> {
+/// The device, and its budget before what the memory's configuration keeps free of it.
+fn device(config: &Config) -> Result<(DeviceConfig, u64), DaemonError> {
     let budget = config.devices.get(&DeviceId::cpu()).copied().unwrap_or_default();
     let mut device = DeviceConfig::cpu(budget)?;
+    let configured = device.budget;
+    let bounds = MemoryPlan::resolve(&config.memory.settings(), None).bounds;
+    device.budget = bounds.limit(device.total, configured);
+    if device.budget == 0 {
+        return Err(DaemonError::Memory(format!(
+            "memory.max_vram and memory.reserve_gb leave nothing of the {} that may be used on device {}: reserve less",
+            Bytes(configured),
+            device.id
+        )));
+    }
     // The ledger's own bounds follow the supervisor's: it must not kill first what may still answer.
     device.rules.retire_time = device.rules.retire_time.max(config.workers.retire + config.workers.cancel);
     tracing::debug!(device = %device.id, budget = %Bytes(device.budget), total = %Bytes(device.total), "device");
-    Ok(device)
+    Ok((device, configured))
+}
+
+/// What is to be said of presets that count on more memory than the host has, with the key of each.
+fn preset_warnings(config: &Config) -> Vec<(String, String)> {
+    let Ok(host) = HostMemory::read() else { return Vec::new() };
+    let models = config.memory.models.iter().filter(|(_, own)| own.preset.is_some());
+    let models = models.map(|(name, _)| (format!("model_memory.{name}.preset"), config.memory.of(name).preset));
+    std::iter::once(("memory.preset".to_owned(), config.memory.settings().preset))
+        .chain(models)
+        .filter_map(|(key, preset)| Some((key, preset.warning(host.total)?)))
+        .collect()
+}
+
+/// The effective configuration as clients are shown it: a preset that the host is too small for says so.
+fn shown(config: &Config) -> Vec<config::Value> {
+    let mut values = config.values();
+    for (key, warning) in preset_warnings(config) {
+        for value in values.iter_mut().filter(|value| value.key == key) {
+            value.source = format!("{} (warning: {warning})", value.source);
+        }
+    }
+    values
 }
 
 fn arena_limits(config: &Config) -> Result<ArenaLimits, DaemonError> {
@@ -316,7 +359,7 @@ struct Parts {
 impl Parts {
     fn build(
         config: &Config,
-        device: DeviceConfig,
+        (device, configured_budget): (DeviceConfig, u64),
         arena: Arena,
         identity: Identity,
         link: tokio::net::UnixListener,
@@ -325,13 +368,18 @@ impl Parts {
     ) -> Result<Self, DaemonError> {
         let workers = Workers::launch(config.worker_binary.clone(), config.workers.clone(), link, link_path)
             .map_err(system("start the spawning thread"))?;
-        let (id, budget) = (device.id.clone(), device.budget);
+        let (id, budget, total) = (device.id.clone(), device.budget, device.total);
         let journal = Journal::default();
         let clock = Arc::new(RuntimeClock::new());
         let residency = Residency::start(vec![device], arena.clone(), clock, journal.clone());
         residency.set_holders(Arc::new(workers.clone()));
         workers.observe(Arc::new(residency.clone()));
-        let needs = Arc::new(DeviceNeeds::new(id.clone(), budget, Estimator::cpu()));
+        let estimator = Estimator::cpu().remembering(Peaks::open(&config.peaks_file));
+        let needs = DeviceNeeds::new(id.clone(), budget, estimator)
+            .of_total(total, configured_budget)
+            .configured(config.memory.clone())
+            .with_dry_runs(Arc::new(workers.clone()));
+        let needs = Arc::new(needs);
         let dispatcher = Dispatcher::new(
             residency.clone(),
             workers.clone(),
@@ -355,6 +403,7 @@ impl Parts {
             ending: ending.clone(),
             shutdown: shutdown.clone(),
             drain_grace: config.drain,
+            config: Arc::new(shown(config)),
         };
         let control = ControlService::new(identity, backing);
         Ok(Self { workers, jobs, admission, generation, control, shutdown, ending })

@@ -62,6 +62,8 @@ impl Sandbox {
         }
         command
             .env("SDD_LOCK_DIR", self.lock_dir())
+            // What one test's daemon learns must not decide another's leases.
+            .env("SDD_PEAKS_FILE", self.path().join("peaks.jsonl"))
             .env("XDG_RUNTIME_DIR", self.path().join("run"))
             .env("XDG_CONFIG_HOME", self.path().join("config"))
             .env("XDG_CACHE_HOME", cache)

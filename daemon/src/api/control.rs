@@ -20,6 +20,7 @@ use super::caller::Caller;
 use super::overview::{self, Overview};
 use super::status::{of_admission, operator_only};
 use super::{decisions, fit, operate, quarantine};
+use crate::config::Value;
 use crate::jobs::{Admission, Jobs};
 use crate::journal::Journal;
 use crate::models::{Listed, Model};
@@ -52,6 +53,8 @@ pub struct Backing {
     pub shutdown: CancellationToken,
     /// What a drain gives jobs where the caller does not say.
     pub drain_grace: Duration,
+    /// The effective configuration, for show.
+    pub config: Arc<Vec<Value>>,
 }
 
 /// The service.

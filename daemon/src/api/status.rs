@@ -67,6 +67,9 @@ fn does_not_fit(numbers: &DoesNotFit) -> Status {
     if let Some((width, height)) = numbers.largest {
         facts.extend([("largest_width", width.to_string()), ("largest_height", height.to_string())]);
     }
+    if let Some(mode) = numbers.fitting {
+        facts.push(("fitting_mode", mode.to_string()));
+    }
     let mut details = details("DOES_NOT_FIT", &facts);
     for field in ["width", "height"] {
         details.add_bad_request_violation(field, numbers.to_string());

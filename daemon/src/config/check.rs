@@ -329,6 +329,7 @@ impl Config {
         let (workers, drain, stop) = checker.deadlines(&raw.deadlines)?;
         let jobs = checker.limits(&raw.limits, workers.cancel * 2 + workers.pulse)?;
         let (log_filter, log_format) = checker.log(&raw.log)?;
+        let models = checker.models(&raw)?;
         Ok(Self {
             listen,
             insecure_listen: raw.insecure_listen.unwrap_or(false),
@@ -336,7 +337,11 @@ impl Config {
             runtime_dir,
             lock_dir: raw.lock_dir.clone().map(|path| checker.absolute("lock_dir", path)).transpose()?,
             state_dir: checker.state_dir(&raw)?,
-            models: checker.models(&raw)?,
+            peaks_file: match raw.peaks_file.clone() {
+                Some(path) => checker.absolute("peaks_file", path)?,
+                None => models.cache_dir.join("peaks.jsonl"),
+            },
+            models,
             threads: checker.threads(raw.threads)?,
             worker_binary: checker.worker(raw.worker_binary.clone())?,
             devices: checker.devices(&raw)?,

@@ -262,7 +262,7 @@ fn anchor(table: &mut Table, folder: &Path) {
             *text = folder.join(text.as_str()).to_string_lossy().into_owned();
         }
     };
-    for key in ["runtime_dir", "cache_dir", "lock_dir", "state_dir", "models_dir", "worker_binary"] {
+    for key in ["runtime_dir", "cache_dir", "lock_dir", "state_dir", "peaks_file", "models_dir", "worker_binary"] {
         if let Some(value) = table.get_mut(key) {
             fix(value);
         }

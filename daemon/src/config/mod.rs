@@ -92,6 +92,8 @@ pub struct Config {
     pub lock_dir: Option<PathBuf>,
     /// Folder of recorded jobs; absent: none is known that could be it, or jobs are not recorded.
     pub state_dir: Option<PathBuf>,
+    /// Where measured peaks of memory are kept.
+    pub peaks_file: PathBuf,
     /// Which models there are.
     pub models: RegistryConfig,
     /// Threads that compute on the CPU.

@@ -41,6 +41,7 @@ impl Config {
             "socket_mode" => quoted(format_args!("{:04o}", self.socket_mode)),
             "runtime_dir" => path(&self.runtime_dir),
             "cache_dir" => path(&self.models.cache_dir),
+            "peaks_file" => path(&self.peaks_file),
             "lock_dir" => path(self.lock_dir.as_ref()?),
             "state_dir" => path(self.state_dir.as_ref()?),
             "durable" => self.state_dir.is_some().to_string(),

@@ -1,13 +1,18 @@
 //! Admission: a request is checked in full, with every fault named, and completed, before it becomes a job.
 
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
 
-use sd_proto::v1::{Emphasis, ImageRequest, NumericPlan, Sampler, Schedule, Stage};
+use sd_proto::v1::{Emphasis, ImageRequest, MemoryRequest, NumericPlan, OffloadMode, Sampler, Schedule, Stage};
 
 use super::limits::Limits;
 use super::request::{Admitted, ImageFile, InitialImage, sampler_of_name};
+use crate::config::memory::Mode;
+use crate::config::tiles;
 use crate::models::{Model, ModelError, ModelRef, Registry};
 use crate::residency::Bytes;
+use crate::residency::estimate::Source;
 use crate::stages::memory::MemoryPlan;
 use crate::stages::plan::Grouping;
 
@@ -48,11 +53,11 @@ pub enum AdmissionError {
     Broken(String),
 }
 
-/// A size that is too large for the budget, with the numbers.
+/// A request that is too large for the budget, with the numbers.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{width} × {height} does not fit: stage {} needs {} ({breakdown}), but {} may be used on device {device}: {}",
-    stage_title(*stage), Bytes(*need), Bytes(*limit), remedy(*largest)
+    "{width} × {height} does not fit: {} {} ({breakdown}), but {} may be used on device {device}: {}",
+    self.subject(), Bytes(*need), Bytes(*limit), self.remedy()
 )]
 pub struct DoesNotFit {
     /// Pixels asked for.
@@ -61,6 +66,8 @@ pub struct DoesNotFit {
     pub height: u32,
     /// The stage with the largest need.
     pub stage: Stage,
+    /// Whether all stages are counted together, because the mode moves none.
+    pub together: bool,
     /// Bytes that it needs.
     pub need: u64,
     /// Bytes that may be used.
@@ -69,16 +76,34 @@ pub struct DoesNotFit {
     pub breakdown: String,
     /// Where.
     pub device: String,
+    /// The mode that was to be used.
+    pub mode: Mode,
+    /// The mode that moves least of those in which it fits, if any does.
+    pub fitting: Option<Mode>,
     /// The largest size of this shape that fits, if any does.
     pub largest: Option<(u32, u32)>,
 }
 
-fn remedy(largest: Option<(u32, u32)>) -> String {
-    match largest {
-        Some((width, height)) => {
-            format!("the largest size of this shape that fits is {width} × {height}; or raise the device's budget")
+impl DoesNotFit {
+    fn subject(&self) -> String {
+        match self.together {
+            true => format!("with offload mode {} all stages stay, and together they need", self.mode),
+            false => format!("stage {} needs", stage_title(self.stage)),
         }
-        None => "no size fits, raise the device's budget".into(),
+    }
+
+    /// What would fit.
+    pub fn remedy(&self) -> String {
+        let mode = self.fitting.map(|mode| format!("offload mode {mode} would fit it"));
+        let size = self.largest.map(|(width, height)| {
+            format!("the largest size of this shape that fits is {width} × {height}")
+        });
+        match (mode, size) {
+            (Some(mode), Some(size)) => format!("{mode}; {size}; or raise the device's budget"),
+            (Some(mode), None) => format!("{mode}; or raise the device's budget"),
+            (None, Some(size)) => format!("{size}; or raise the device's budget"),
+            (None, None) => "no size fits, raise the device's budget".into(),
+        }
     }
 }
 
@@ -97,16 +122,27 @@ fn stage_title(stage: Stage) -> &'static str {
 pub struct StageNeed {
     /// The stage.
     pub stage: Stage,
-    /// Context and weights.
-    pub fixed: u64,
+    /// The process before it holds a weight.
+    pub context: u64,
+    /// All its weights.
+    pub weights: u64,
+    /// The least of them with which it runs.
+    pub floor: u64,
     /// Activations and workspaces.
     pub working_set: u64,
+    /// Where that comes from.
+    pub source: Source,
 }
 
 impl StageNeed {
     /// All of it.
     pub fn total(&self) -> u64 {
-        self.fixed.saturating_add(self.working_set)
+        self.context.saturating_add(self.weights).saturating_add(self.working_set)
+    }
+
+    /// The least with which it runs.
+    pub fn least(&self) -> u64 {
+        self.context.saturating_add(self.floor).saturating_add(self.working_set)
     }
 }
 
@@ -114,12 +150,35 @@ impl StageNeed {
 pub trait Fits: Send + Sync + 'static {
     /// What each stage of a request needs; one entry a process.
     fn needs(&self, request: &Admitted) -> Vec<StageNeed>;
-    /// Bytes that leases of the device may hold together.
-    fn budget(&self) -> u64;
+    /// Bytes that leases of the device may hold together for this request.
+    fn limit(&self, request: &Admitted) -> u64;
     /// The device's id.
     fn device(&self) -> String;
-    /// The numeric choices for a model's requests.
-    fn numeric_plan(&self, model: &Model) -> NumericPlan;
+    /// How a model's request uses memory, and the numeric choices for it; tiles are not chosen yet.
+    fn plans(&self, model: &Model, asked: Option<&MemoryRequest>) -> (MemoryPlan, NumericPlan);
+    /// Chooses whether the VAE works in tiles, and of what size: from request, configuration and budget alone.
+    fn choose_tiles(&self, _request: &mut Admitted) {}
+    /// Finds out what is not known yet of a request's needs. To be awaited before [`Fits::needs`].
+    fn prepare<'a>(&'a self, _request: &'a Admitted) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>> {
+        Box::pin(std::future::ready(()))
+    }
+}
+
+/// What a request would need, and whether it fits.
+#[derive(Debug, Clone)]
+pub struct Verdict {
+    /// The request, completed.
+    pub request: Admitted,
+    /// One entry a process.
+    pub needs: Vec<StageNeed>,
+    /// Bytes that may be used.
+    pub limit: u64,
+    /// Where.
+    pub device: String,
+    /// The mode that moves least of those in which it fits.
+    pub fitting: Option<Mode>,
+    /// The order of its images, or why it does not fit.
+    pub outcome: Result<Grouping, Box<DoesNotFit>>,
 }
 
 /// Who asks, as far as admission cares.
@@ -171,41 +230,93 @@ impl Admission {
     /// # Errors
     /// See [`AdmissionError`].
     pub async fn admit(&self, request: ImageRequest, asker: Asker) -> Result<(Admitted, Grouping), AdmissionError> {
+        let verdict = self.judge(request, asker).await?;
+        let grouping = verdict.outcome.map_err(AdmissionError::DoesNotFit)?;
+        Ok((verdict.request, grouping))
+    }
+
+    /// Checks and completes a request, and says what it would need, without admitting it.
+    ///
+    /// # Errors
+    /// Everything that admission refuses but for want of memory.
+    pub async fn judge(&self, request: ImageRequest, asker: Asker) -> Result<Verdict, AdmissionError> {
         let model = self.model(&request.model, asker).await?;
-        let plan = self.fits.numeric_plan(&model);
+        let plans = self.fits.plans(&model, request.memory.as_ref());
         let seed = request.seed.unwrap_or_else(draw_seed);
         let limits = self.limits.clone();
         let completed = if request.init_image.is_empty() {
-            complete(request, model, plan, seed, &limits)
+            complete(request, model, plans, seed, &limits)
         } else {
             // Hashing and copying megabytes is not for a thread that serves others.
-            tokio::task::spawn_blocking(move || complete(request, model, plan, seed, &limits))
+            tokio::task::spawn_blocking(move || complete(request, model, plans, seed, &limits))
                 .await
                 .map_err(|error| AdmissionError::Broken(error.to_string()))?
         };
-        let admitted = completed.map_err(AdmissionError::Invalid)?;
-        let grouping = self.check_fit(&admitted).map_err(|error| AdmissionError::DoesNotFit(Box::new(error)))?;
-        Ok((admitted, grouping))
+        let mut request = completed.map_err(AdmissionError::Invalid)?;
+        self.fits.choose_tiles(&mut request);
+        self.fits.prepare(&request).await;
+        let needs = self.fits.needs(&request);
+        let (limit, device) = (self.fits.limit(&request), self.fits.device());
+        let fitting = self.fitting(&request);
+        let outcome = self.check_fit(&request, &needs, limit, fitting).map_err(Box::new);
+        Ok(Verdict { request, needs, limit, device, fitting, outcome })
     }
 
-    fn check_fit(&self, request: &Admitted) -> Result<Grouping, DoesNotFit> {
-        let limit = self.fits.budget();
-        let needs = self.fits.needs(request);
-        let Some(worst) = needs.iter().max_by_key(|need| need.total()).copied() else { return Ok(Grouping::ByImage) };
-        if worst.total() <= limit {
+    fn check_fit(
+        &self,
+        request: &Admitted,
+        needs: &[StageNeed],
+        limit: u64,
+        fitting: Option<Mode>,
+    ) -> Result<Grouping, DoesNotFit> {
+        let Some(worst) = needs.iter().max_by_key(|need| need.least()).copied() else { return Ok(Grouping::ByImage) };
+        let all = needs.iter().fold(0, |sum: u64, need| sum.saturating_add(need.total()));
+        if fits(request, needs, limit) {
             // Every process stays with what it holds: image by image only where nothing need be moved for it.
-            let together = needs.iter().fold(0, |sum: u64, need| sum.saturating_add(need.total()));
-            return Ok(if together <= limit { Grouping::ByImage } else { Grouping::ByStage });
+            let by_image = all <= limit && !request.memory.moves();
+            return Ok(if by_image { Grouping::ByImage } else { Grouping::ByStage });
         }
+        let together = request.memory.stays();
+        let breakdown = if together {
+            let each = needs.iter().map(|need| format!("{} {}", stage_title(need.stage), Bytes(need.total())));
+            each.collect::<Vec<_>>().join(", ")
+        } else {
+            let fixed = Bytes(worst.context.saturating_add(worst.floor));
+            let streamed = if worst.floor < worst.weights { "least weights" } else { "weights" };
+            format!("context and {streamed} {fixed}, working set {}", Bytes(worst.working_set))
+        };
         Err(DoesNotFit {
             width: request.width,
             height: request.height,
             stage: worst.stage,
-            need: worst.total(),
+            together,
+            need: if together { all } else { worst.least() },
             limit,
-            breakdown: format!("context and weights {}, working set {}", Bytes(worst.fixed), Bytes(worst.working_set)),
+            breakdown,
             device: self.fits.device(),
+            mode: request.memory.mode,
+            fitting,
             largest: self.largest(request),
+        })
+    }
+
+    /// The mode that moves least of those in which a request fits.
+    fn fitting(&self, request: &Admitted) -> Option<Mode> {
+        let order = [Mode::None, Mode::CondOnly, Mode::CondDiffusion, Mode::Aggressive, Mode::LayerStreaming];
+        order.into_iter().find(|mode| {
+            let mut other = request.clone();
+            other.memory.mode = *mode;
+            let (needs, limit) = (self.fits.needs(&other), self.fits.limit(&other));
+            let sum = |text: bool| {
+                let counted = needs.iter().filter(|need| text || need.stage != Stage::Encode);
+                counted.fold(0, |sum: u64, need| sum.saturating_add(need.total()))
+            };
+            let each = needs.iter().all(|need| need.least() <= limit);
+            match mode {
+                Mode::None => sum(true) <= limit,
+                Mode::CondOnly => each && sum(false) <= limit,
+                Mode::CondDiffusion | Mode::Aggressive | Mode::LayerStreaming | Mode::Auto => each,
+            }
         })
     }
 
@@ -217,15 +328,16 @@ impl Admission {
             let height = (f64::from(steps) * ratio).round().max(1.0) as u32;
             (steps * step, height * step)
         };
-        let fits = |steps: u32| {
+        let fitting = |steps: u32| {
             let (width, height) = size(steps);
-            let smaller = Admitted { width, height, ..request.clone() };
-            self.fits.needs(&smaller).iter().all(|need| need.total() <= self.fits.budget())
+            let mut smaller = Admitted { width, height, ..request.clone() };
+            self.fits.choose_tiles(&mut smaller);
+            fits(&smaller, &self.fits.needs(&smaller), self.fits.limit(&smaller))
         };
         let (mut good, mut bad) = (0, request.width / step);
         while bad - good > 1 {
             let middle = good + (bad - good) / 2;
-            if fits(middle) {
+            if fitting(middle) {
                 good = middle;
             } else {
                 bad = middle;
@@ -233,6 +345,15 @@ impl Admission {
         }
         (good > 0).then(|| size(good))
     }
+}
+
+/// Whether a request fits in its mode: where none is ever moved, all stages together, else each alone with the least that it runs
+/// with.
+fn fits(request: &Admitted, needs: &[StageNeed], limit: u64) -> bool {
+    if request.memory.stays() {
+        return needs.iter().fold(0, |sum: u64, need| sum.saturating_add(need.total())) <= limit;
+    }
+    needs.iter().all(|need| need.least() <= limit)
 }
 
 /// A seed of 32 bits, as the web UIs draw them.
@@ -267,7 +388,7 @@ impl Faults {
 pub fn complete(
     request: ImageRequest,
     model: Arc<Model>,
-    plan: NumericPlan,
+    (memory, plan): (MemoryPlan, NumericPlan),
     seed: u64,
     limits: &Limits,
 ) -> Result<Admitted, Vec<Violation>> {
@@ -318,6 +439,9 @@ pub fn complete(
     });
 
     let initial = initial_image(&mut faults, &request, &model, steps, limits);
+    if let Some(memory) = &request.memory {
+        asked_memory(&mut faults, memory);
+    }
     if !faults.0.is_empty() {
         return Err(faults.0);
     }
@@ -339,7 +463,7 @@ pub fn complete(
         clip_skip: request.clip_skip,
         initial,
         plan,
-        memory: MemoryPlan::default(),
+        memory,
         asked_memory: request.memory,
         model,
     })
@@ -387,6 +511,14 @@ fn named<T: Default, E>(
         faults.note(field, format!("{number} is unknown here: use {known}, or 0 for the default"));
         T::default()
     })
+}
+
+fn asked_memory(faults: &mut Faults, memory: &MemoryRequest) {
+    named(faults, "memory.mode", memory.mode, OffloadMode::try_from, "1 (AUTO) to 6 (LAYER_STREAMING)");
+    if let Err((key, problem)) = tiles(memory.vae_tile_size, memory.vae_tile_overlap) {
+        let field = if key == "vae_tile_size" { "memory.vae_tile_size" } else { "memory.vae_tile_overlap" };
+        faults.note(field, problem);
+    }
 }
 
 fn initial_image(
@@ -451,8 +583,12 @@ mod tests {
 
     const PNG: &[u8] = b"\x89PNG\r\n\x1a\n rest";
 
+    fn plans() -> (MemoryPlan, NumericPlan) {
+        (MemoryPlan::default(), fixtures::numeric_plan())
+    }
+
     fn check(request: ImageRequest) -> Result<Admitted, Vec<Violation>> {
-        complete(request, fixtures::model(), fixtures::numeric_plan(), 7, &Limits::default())
+        complete(request, fixtures::model(), plans(), 7, &Limits::default())
     }
 
     fn base() -> ImageRequest {
@@ -503,10 +639,99 @@ mod tests {
     }
 
     #[test]
+    fn what_a_request_says_of_memory_is_checked_too() {
+        let asked = |memory| ImageRequest { memory: Some(memory), ..base() };
+        violation("memory.mode", asked(MemoryRequest { mode: 7, ..MemoryRequest::default() }));
+        let text = violation("memory.vae_tile_size", asked(MemoryRequest { vae_tile_size: 100, ..MemoryRequest::default() }));
+        assert!(text.contains("multiple of 8"), "{text}");
+        let memory = MemoryRequest { vae_tile_size: 256, vae_tile_overlap: 200, ..MemoryRequest::default() };
+        assert!(violation("memory.vae_tile_overlap", asked(memory)).contains("128"));
+        let memory = MemoryRequest { mode: 3, vae_tile_size: 256, vae_tile_overlap: 64, ..MemoryRequest::default() };
+        assert_eq!(check(asked(memory)).unwrap().to_proto().memory, Some(memory));
+    }
+
+    /// Stages of fixed needs: text 10, diffusion 40, of which 5 with streaming, VAE 20, and a limit.
+    struct Numbers(u64);
+
+    impl Fits for Numbers {
+        fn needs(&self, request: &Admitted) -> Vec<StageNeed> {
+            let need = |stage, weights, least| StageNeed {
+                stage,
+                context: 1,
+                weights,
+                floor: if request.memory.streams(stage) { least } else { weights },
+                working_set: 0,
+                source: Source::Formula,
+            };
+            vec![need(Stage::Encode, 9, 3), need(Stage::Denoise, 39, 4), need(Stage::Decode, 19, 4)]
+        }
+
+        fn limit(&self, _: &Admitted) -> u64 {
+            self.0
+        }
+
+        fn device(&self) -> String {
+            "cpu".into()
+        }
+
+        fn plans(&self, _: &Model, _: Option<&MemoryRequest>) -> (MemoryPlan, NumericPlan) {
+            plans()
+        }
+    }
+
+    fn judged(limit: u64, mode: Mode) -> (Option<Mode>, Result<Grouping, DoesNotFit>) {
+        let registry = Registry::new(crate::models::RegistryConfig::default(), Arc::new(NoInspector));
+        let admission = Admission::new(registry, Limits::default(), Arc::new(Numbers(limit)));
+        let asked = MemoryRequest { mode: mode.to_proto() as i32, ..MemoryRequest::default() };
+        let memory = MemoryPlan::resolve(&crate::config::memory::Settings::default(), Some(&asked));
+        let request = Admitted { memory, ..fixtures::admitted() };
+        let needs = admission.fits.needs(&request);
+        let fitting = admission.fitting(&request);
+        (fitting, admission.check_fit(&request, &needs, limit, fitting))
+    }
+
+    struct NoInspector;
+
+    impl crate::models::Inspector for NoInspector {
+        fn inspect<'a>(
+            &'a self,
+            _: &'a std::path::Path,
+        ) -> Pin<Box<dyn Future<Output = Result<Vec<u8>, crate::workers::InspectError>> + Send + 'a>> {
+            Box::pin(std::future::ready(Ok(Vec::new())))
+        }
+    }
+
+    #[test]
+    fn each_mode_refuses_what_it_cannot_hold_and_names_the_one_that_can() {
+        for (limit, fitting) in [
+            (70, Some(Mode::None)),
+            (69, Some(Mode::CondOnly)),
+            (60, Some(Mode::CondOnly)),
+            (59, Some(Mode::CondDiffusion)),
+            (40, Some(Mode::CondDiffusion)),
+            (39, Some(Mode::LayerStreaming)),
+            (5, Some(Mode::LayerStreaming)),
+            (4, None),
+        ] {
+            assert_eq!(judged(limit, Mode::Auto).0, fitting, "{limit}");
+        }
+        assert_eq!(judged(70, Mode::None).1, Ok(Grouping::ByImage));
+        let error = judged(69, Mode::None).1.unwrap_err();
+        let text = error.to_string();
+        assert!(error.together && error.need == 70, "{text}");
+        assert!(text.contains("offload mode none") && text.contains("cond_only would fit"), "{text}");
+        let error = judged(39, Mode::CondDiffusion).1.unwrap_err();
+        assert_eq!((error.stage, error.need, error.fitting), (Stage::Denoise, 40, Some(Mode::LayerStreaming)));
+        assert_eq!(judged(39, Mode::Auto).1, Ok(Grouping::ByStage));
+        assert_eq!(judged(70, Mode::Aggressive).1, Ok(Grouping::ByStage), "a stage that leaves runs for all images first");
+        assert!(judged(4, Mode::Auto).1.unwrap_err().to_string().contains("no size fits"));
+    }
+
+    #[test]
     fn seeds_that_would_overflow_are_refused() {
         let last = |count, seed| {
             let request = ImageRequest { count, ..base() };
-            complete(request, fixtures::model(), fixtures::numeric_plan(), seed, &Limits::default())
+            complete(request, fixtures::model(), plans(), seed, &Limits::default())
         };
         assert_eq!(last(2, u64::MAX).unwrap_err()[0].field, "seed");
         assert_eq!(last(2, u64::MAX - 1).unwrap().image_seed(1), u64::MAX);
@@ -552,7 +777,7 @@ mod tests {
                 init_image: if image { PNG.into() } else { Vec::new() },
                 ..base()
             };
-            match complete(request, fixtures::model(), fixtures::numeric_plan(), seed, &Limits::default()) {
+            match complete(request, fixtures::model(), plans(), seed, &Limits::default()) {
                 Err(violations) => prop_assert!(!violations.is_empty()),
                 Ok(admitted) => {
                     prop_assert!(admitted.width > 0 && admitted.width % 8 == 0 && admitted.width <= 8192);

@@ -59,8 +59,26 @@ pub struct TaskReport {
     pub weights_bytes: u64,
     /// Bytes of its largest segment: the least that streaming must hold.
     pub largest_segment_bytes: u64,
+    /// Bytes of each of its blocks, in the order in which they run.
+    #[serde(default)]
+    pub block_bytes: Vec<u64>,
     /// What it takes beside.
     pub working_set: WorkingSet,
+}
+
+impl TaskReport {
+    /// Bytes that so many blocks hold at most, with what runs before and after all blocks.
+    pub fn bytes_of_blocks(&self, blocks: u32) -> u64 {
+        let blocks = blocks as usize;
+        if self.block_bytes.is_empty() {
+            return self.largest_segment_bytes.saturating_mul(blocks as u64 + 2).min(self.weights_bytes);
+        }
+        let mut largest = self.block_bytes.clone();
+        largest.sort_unstable_by(|a, b| b.cmp(a));
+        let all: u64 = largest.iter().sum();
+        let ends = self.weights_bytes.saturating_sub(all);
+        ends + largest.iter().take(blocks).sum::<u64>()
+    }
 }
 
 /// Memory that a task takes beside weights, at most: `fixed_bytes + bytes_per_pixel · width · height`, in pixels of the
@@ -193,5 +211,16 @@ mod tests {
             assert!(small > 0 && small <= task.working_set.bytes(512, 512, 154), "{stage:?}");
         }
         assert!(report.task(Stage::Unspecified).is_none());
+    }
+
+    #[test]
+    fn blocks_that_are_counted_are_the_largest_there_are() {
+        let working_set = WorkingSet { fixed_bytes: 0, bytes_per_pixel: 0, fixed_tokens: 0, bytes_per_token: 0 };
+        let (task, block_bytes) = ("denoise".to_owned(), vec![10, 30, 20]);
+        let report = TaskReport { task, weights_bytes: 65, largest_segment_bytes: 30, block_bytes, working_set };
+        let of = |blocks| report.bytes_of_blocks(blocks);
+        assert_eq!((of(0), of(1), of(2), of(99)), (5, 35, 55, 65));
+        let unknown = TaskReport { block_bytes: Vec::new(), ..report.clone() };
+        assert_eq!((unknown.bytes_of_blocks(0), unknown.bytes_of_blocks(u32::MAX)), (60, 65));
     }
 }

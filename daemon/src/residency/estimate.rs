@@ -1,18 +1,16 @@
 //! How many bytes a stage task will need on its device.
 //!
 //! Three sources, the best one counts:
+//! * the **dry run**: the worker program walks the model at the very shape and options, and adds up what is alive at once;
 //! * the **formula** that the model's inspection gives for a stage: `fixed + per_pixel × width × height + per_token × (tokens
 //!   beyond those that the fixed part covers)`, an upper bound from the architecture;
 //! * what was **learned**: the highest bytes that a process of the same (model, stage, shape, numeric plan) was
 //!   measured to hold, of tasks that succeeded. A failed run teaches nothing.
 //!
-//! A margin is added to either. What was learned may raise the estimate without bound, but lowers it to no less than half of
-//! the formula: a peak is sampled, and what lived shorter than the sampling interval was not seen.
+//! A margin is added to each. What was learned may raise the estimate without bound, but lowers it to no less than half of
+//! the dry run's or formula's: a peak is sampled, and what lived shorter than the sampling interval was not seen.
 
-use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
-
-use super::lease::{LeasePart, Purpose};
+use super::peaks::Peaks;
 
 /// Bytes that a worker process on the CPU device is charged before it holds a weight: its runtime, its link's buffers,
 /// thread stacks and, in a text worker, the tokenizer. Measured as `RssAnon + RssShmem` at the first pulse, of a debug build
@@ -83,6 +81,8 @@ pub struct TaskSize {
     pub weights_bytes: u64,
     /// Its working set.
     pub formula: Formula,
+    /// What a dry run of it found, where there was one.
+    pub dry_run: Option<u64>,
     /// Bytes of shared memory that the process maps and touches: charged to it on the CPU device, 0 elsewhere.
     pub mapped_bytes: u64,
 }
@@ -92,6 +92,8 @@ pub struct TaskSize {
 pub enum Source {
     /// The architecture's formula.
     Formula,
+    /// A walk through the model at this very shape.
+    DryRun,
     /// A measured peak.
     Learned,
 }
@@ -115,13 +117,16 @@ impl Estimate {
         self.context.saturating_add(self.weights).saturating_add(self.working_set)
     }
 
-    /// As parts of a request.
-    pub fn parts(&self) -> Vec<LeasePart> {
-        vec![
-            LeasePart::exactly(Purpose::Context, self.context),
-            LeasePart::exactly(Purpose::Weights, self.weights),
-            LeasePart::exactly(Purpose::WorkingSet, self.working_set),
-        ]
+}
+
+impl Source {
+    /// The word for it in the public interface.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Formula => "formula",
+            Self::DryRun => "dryrun",
+            Self::Learned => "learned",
+        }
     }
 }
 
@@ -129,14 +134,14 @@ impl Estimate {
 #[derive(Debug)]
 pub struct Estimator {
     context_bytes: u64,
-    /// Learned working sets, without margin. The mutex guards look-ups and inserts only.
-    learned: Mutex<HashMap<TaskKey, u64>>,
+    /// Learned working sets, without margin.
+    learned: Peaks,
 }
 
 impl Estimator {
     /// An estimator of a device whose processes take `context_bytes` before they hold a weight.
     pub fn new(context_bytes: u64) -> Self {
-        Self { context_bytes, learned: Mutex::default() }
+        Self { context_bytes, learned: Peaks::default() }
     }
 
     /// An estimator of the CPU device.
@@ -144,19 +149,32 @@ impl Estimator {
         Self::new(CPU_CONTEXT_BYTES)
     }
 
-    fn learned(&self) -> std::sync::MutexGuard<'_, HashMap<TaskKey, u64>> {
-        // A map of numbers: an insert that panicked leaves it whole.
-        self.learned.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The same with what was learned before, which it adds to.
+    #[must_use]
+    pub fn remembering(self, learned: Peaks) -> Self {
+        Self { learned, ..self }
     }
 
     /// What a task will need.
     pub fn estimate(&self, task: &TaskSize) -> Estimate {
-        let formula = task.formula.bytes(task.key.shape).saturating_add(task.mapped_bytes);
-        let learned = self.learned().get(&task.key).copied();
-        let (bytes, source) = match learned {
-            Some(peak) => (peak.max(formula / 2), Source::Learned),
-            None => (formula, Source::Formula),
+        let (unmeasured, source) = match task.dry_run {
+            Some(bytes) => (bytes, Source::DryRun),
+            None => (task.formula.bytes(task.key.shape), Source::Formula),
         };
+        let bytes = unmeasured.saturating_add(task.mapped_bytes);
+        match self.learned.peak(&task.key) {
+            Some(peak) => self.with_margin(task, peak.max(bytes / 2), Source::Learned),
+            None => self.with_margin(task, bytes, source),
+        }
+    }
+
+    /// What the architecture's formula says alone: the same whatever has run before.
+    pub fn by_formula(&self, task: &TaskSize) -> Estimate {
+        let bytes = task.formula.bytes(task.key.shape).saturating_add(task.mapped_bytes);
+        self.with_margin(task, bytes, Source::Formula)
+    }
+
+    fn with_margin(&self, task: &TaskSize, bytes: u64, source: Source) -> Estimate {
         Estimate {
             context: self.context_bytes,
             weights: task.weights_bytes,
@@ -165,14 +183,11 @@ impl Estimator {
         }
     }
 
-    /// Learns from a task that succeeded while its process held at most `peak_bytes` on the device. To be called for
-    /// successes only: what a failed run held says nothing about what a whole one needs.
-    pub fn learn(&self, task: &TaskSize, peak_bytes: u64) {
-        let fixed = self.context_bytes.saturating_add(task.weights_bytes);
-        let working_set = peak_bytes.saturating_sub(fixed);
-        let mut learned = self.learned();
-        let highest = learned.entry(task.key.clone()).or_insert(working_set);
-        *highest = working_set.max(*highest);
+    /// Learns from a task that succeeded while its process held at most `peak_bytes` on the device, `weights_held` of them
+    /// weights. To be called for successes only: what a failed run held says nothing about what a whole one needs.
+    pub fn learn(&self, task: &TaskSize, weights_held: u64, peak_bytes: u64) {
+        let fixed = self.context_bytes.saturating_add(weights_held);
+        self.learned.raise(&task.key, peak_bytes.saturating_sub(fixed));
     }
 }
 
@@ -192,6 +207,7 @@ mod tests {
             },
             weights_bytes: 100 * MIB,
             formula: Formula { fixed_bytes: 8 * MIB, bytes_per_pixel: 1024, fixed_tokens: 0, bytes_per_token: 0 },
+            dry_run: None,
             mapped_bytes: MIB,
         }
     }
@@ -203,12 +219,26 @@ mod tests {
         assert_eq!(estimate.working_set, 73 * MIB + 73 * MIB / 8 + 4 * MIB);
         assert_eq!(estimate.total(), 120 * MIB + estimate.working_set);
         assert_eq!(estimate.source, Source::Formula);
-        let parts = estimate.parts();
-        assert_eq!(parts.iter().map(|part| part.min).sum::<u64>(), estimate.total());
 
         let formula = Formula { fixed_bytes: 10, bytes_per_pixel: 0, fixed_tokens: 77, bytes_per_token: 3 };
         let bytes = |tokens| formula.bytes(Shape { tokens, ..Shape::default() });
         assert_eq!((bytes(1), bytes(77), bytes(79)), (10, 10, 16));
+    }
+
+    #[test]
+    fn a_dry_run_counts_over_the_formula_and_what_was_learned_over_both() {
+        let estimator = Estimator::new(20 * MIB);
+        let dry = TaskSize { dry_run: Some(31 * MIB), ..task(256, 256) };
+        let estimate = estimator.estimate(&dry);
+        assert_eq!((estimate.working_set, estimate.source), (32 * MIB + 4 * MIB + 4 * MIB, Source::DryRun));
+        assert_eq!(estimator.by_formula(&dry), Estimator::new(20 * MIB).estimate(&task(256, 256)));
+        estimator.learn(&dry, 100 * MIB, (20 + 100 + 64) * MIB);
+        assert_eq!(estimator.estimate(&dry).working_set, 72 * MIB + 4 * MIB);
+        assert_eq!(estimator.by_formula(&dry).source, Source::Formula, "a numeric plan follows from this alone");
+        // A process that streams holds fewer weights.
+        let streamed = task(512, 256);
+        estimator.learn(&streamed, 10 * MIB, (20 + 10 + 160) * MIB);
+        assert_eq!(estimator.estimate(&streamed).working_set, 180 * MIB + 4 * MIB);
     }
 
     #[test]
@@ -224,14 +254,14 @@ mod tests {
     fn a_learned_peak_belongs_to_its_shape_and_never_falls() {
         let estimator = Estimator::new(20 * MIB);
         let (small, large) = (task(256, 256), task(512, 512));
-        estimator.learn(&small, (20 + 100 + 50) * MIB);
+        estimator.learn(&small, 100 * MIB, (20 + 100 + 50) * MIB);
         let estimate = estimator.estimate(&small);
         assert_eq!((estimate.working_set, estimate.source), (50 * MIB + 50 * MIB / 8 + 4 * MIB, Source::Learned));
         assert_eq!(estimator.estimate(&large).source, Source::Formula);
 
-        estimator.learn(&small, (20 + 100 + 45) * MIB);
+        estimator.learn(&small, 100 * MIB, (20 + 100 + 45) * MIB);
         assert_eq!(estimator.estimate(&small), estimate, "a lower peak changes nothing");
-        estimator.learn(&small, (20 + 100 + 200) * MIB);
+        estimator.learn(&small, 100 * MIB, (20 + 100 + 200) * MIB);
         assert_eq!(estimator.estimate(&small).working_set, 225 * MIB + 4 * MIB, "the formula was too low");
     }
 
@@ -239,7 +269,7 @@ mod tests {
     fn a_peak_that_was_not_seen_lowers_the_estimate_by_half_at_most() {
         let estimator = Estimator::new(20 * MIB);
         let task = task(256, 256);
-        estimator.learn(&task, 0);
+        estimator.learn(&task, 100 * MIB, 0);
         let half = 73 * MIB / 2;
         assert_eq!(estimator.estimate(&task).working_set, half + half / 8 + 4 * MIB);
     }

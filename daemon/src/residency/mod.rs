@@ -6,6 +6,7 @@
 //! * [`invariants`]: what must hold after every event (R1 to R7), checked by tests and by debug builds.
 //! * [`device`]: how bytes are measured, and what a device has.
 //! * [`estimate`]: how many bytes a stage task will need.
+//! * [`peaks`]: what stage tasks were measured to need, kept over restarts.
 //!
 //! A stage task in short: [`Residency::request`] a vector for an incarnation (new or warm) and wait for [`Granted`]; start the
 //! process if it is new; take the [`ComputeToken`]; run; drop the token, then [`Granted`]. The process stays warm with all
@@ -17,6 +18,7 @@ mod handle;
 pub mod invariants;
 mod lease;
 mod ledger;
+pub mod peaks;
 pub mod policy;
 mod service;
 mod view;

@@ -6,9 +6,11 @@
 //! * [`task`]: a stage run as the task that a worker is sent.
 //! * [`failure`]: what went wrong, in the words of the public interface.
 //! * [`memory`]: how a job uses memory.
+//! * [`dryrun`]: what the worker program says that stages take, without running them.
 //! * [`dispatch`]: the real runner: lease → worker → task → validated output.
 
 pub mod dispatch;
+pub mod dryrun;
 pub mod failure;
 pub mod memory;
 pub mod needs;

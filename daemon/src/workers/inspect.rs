@@ -1,5 +1,6 @@
 //! Asking the worker program what is in a model folder: the daemon itself never parses model files.
 
+use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -48,21 +49,35 @@ impl Workers {
     /// # Errors
     /// See [`InspectError`]. No process is left.
     pub async fn inspect(&self, folder: &Path) -> Result<Vec<u8>, InspectError> {
+        self.describe(folder, vec!["inspect".into(), folder.into()]).await
+    }
+
+    /// Runs `sd-worker estimate FOLDER` with these arguments and returns what it prints: one JSON document.
+    ///
+    /// # Errors
+    /// See [`InspectError`]. No process is left.
+    pub async fn estimate(&self, folder: &Path, arguments: &[OsString]) -> Result<Vec<u8>, InspectError> {
+        let mut all: Vec<OsString> = vec!["estimate".into(), folder.into()];
+        all.extend(arguments.iter().cloned());
+        self.describe(folder, all).await
+    }
+
+    async fn describe(&self, folder: &Path, arguments: Vec<OsString>) -> Result<Vec<u8>, InspectError> {
         // A task of its own, so that a caller which goes away leaves the child to an owner.
         let workers = self.clone();
         let owned = folder.to_path_buf();
-        let task = self.inner.tasks.spawn(async move { workers.inspect_owned(&owned).await });
+        let task = self.inner.tasks.spawn(async move { workers.describe_owned(&owned, arguments).await });
         task.await.unwrap_or_else(|error| {
             Err(InspectError::Failed { folder: folder.into(), how: "internal".into(), message: error.to_string() })
         })
     }
 
-    async fn inspect_owned(&self, folder: &Path) -> Result<Vec<u8>, InspectError> {
+    async fn describe_owned(&self, folder: &Path, arguments: Vec<OsString>) -> Result<Vec<u8>, InspectError> {
         let program = &self.inner.program;
         let failed = |source| InspectError::Spawn { program: program.clone(), source };
         let request = SpawnRequest {
             program: program.clone(),
-            arguments: vec!["inspect".into(), folder.into()],
+            arguments,
             token: None,
             capture_stdout: true,
         };
