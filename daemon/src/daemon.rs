@@ -95,7 +95,7 @@ impl DaemonError {
             | Self::Store(StoreError::Held(_)) => ProgramExit::Held,
             Self::Device(DeviceError::Budget { .. }) | Self::Socket(_) | Self::SharedMemory(_) | Self::Memory(_) => {
                 ProgramExit::Usage
-            },
+            }
             Self::Held(DeviceLockError::Io { .. })
             | Self::Device(_)
             | Self::Store(_)

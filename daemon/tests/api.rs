@@ -10,19 +10,23 @@ use std::time::{Duration, SystemTime};
 use sd_proto::v1::control_client::ControlClient;
 use sd_proto::v1::generation_client::GenerationClient;
 use sd_proto::v1::{
-    CancelRequest, Decision, DecisionKind, DrainRequest, ExplainJobRequest, Failure, GenerateRequest, GetRequest,
-    GetStatusRequest, ImageRequest, InspectModelRequest, JobEvent, JobState, ListModelsRequest, ListRequest,
-    NumericPlan, ProgressPhase, Stage, SubmitRequest, WatchDecisionsRequest, WatchDecisionsResponse, WatchRequest,
-    job_event,
+    CancelRequest, Decision, DecisionKind, DrainRequest, ExplainJobRequest, Failure, FitRequest, GenerateRequest,
+    GetRequest, GetStatusRequest, ImageRequest, InspectModelRequest, JobEvent, JobState, ListModelsRequest,
+    ListRequest, MemoryRequest, NumericPlan, ProgressPhase, ShowConfigRequest, Stage, SubmitRequest,
+    WatchDecisionsRequest, WatchDecisionsResponse, WatchRequest, job_event,
 };
 use sdd::api::{self, Backing, ControlService, GenerationService, Identity, Overview};
 use sdd::arena::ArenaUsage;
+use sdd::config::Value;
+use sdd::config::memory::Settings;
 use sdd::jobs::admission::StageNeed;
 use sdd::jobs::{Admission, Admitted, Fits, Jobs, Limits};
 use sdd::journal::Journal;
 use sdd::models::{Inspector, Model, Registry, RegistryConfig};
 use sdd::picture::Pixels;
 use sdd::residency::DeviceSnapshot;
+use sdd::residency::estimate::Source;
+use sdd::stages::memory::MemoryPlan;
 use sdd::stages::runner::{Output, StageNews, StageOrder, StageReport, StageRunner, Stopped};
 use sdd::workers::{InspectError, WorkerView};
 use tokio::net::{UnixListener, UnixStream};
@@ -95,10 +99,11 @@ struct FakeFits;
 impl Fits for FakeFits {
     fn needs(&self, request: &Admitted) -> Vec<StageNeed> {
         let working_set = 100 * u64::from(request.width) * u64::from(request.height);
-        vec![StageNeed { stage: Stage::Decode, fixed: 1_000_000, working_set }]
+        let (context, weights, source) = (400_000, 600_000, Source::Formula);
+        vec![StageNeed { stage: Stage::Decode, context, weights, floor: weights, working_set, source }]
     }
 
-    fn budget(&self) -> u64 {
+    fn limit(&self, _: &Admitted) -> u64 {
         60_000_000
     }
 
@@ -106,8 +111,10 @@ impl Fits for FakeFits {
         "cpu".into()
     }
 
-    fn numeric_plan(&self, model: &Model) -> NumericPlan {
-        NumericPlan { version: model.report.numerics_version, device: "cpu".into(), ..NumericPlan::default() }
+    fn plans(&self, model: &Model, asked: Option<&MemoryRequest>) -> (MemoryPlan, NumericPlan) {
+        let plan =
+            NumericPlan { version: model.report.numerics_version, device: "cpu".into(), ..NumericPlan::default() };
+        (MemoryPlan::resolve(&Settings::default(), asked), plan)
     }
 }
 
@@ -174,6 +181,11 @@ impl Daemon {
             ending: ending.clone(),
             shutdown: ended.clone(),
             drain_grace: Duration::from_secs(1),
+            config: Arc::new(vec![Value {
+                key: "threads".into(),
+                value: Some("2".into()),
+                source: "--threads".into(),
+            }]),
         };
         let control = ControlService::new(identity, backing);
         let socket = UnixListener::bind(folder.path().join("s")).unwrap();
@@ -565,4 +577,36 @@ async fn a_reader_that_lags_behind_is_told_how_much_it_missed_and_goes_on() {
     }
     assert!(missed > 0, "nothing was missed");
     assert_eq!(told + missed, 5000, "what is missing is counted");
+}
+
+#[tokio::test]
+async fn what_a_request_would_need_is_told_without_running_it_and_so_is_the_configuration() {
+    let daemon = Daemon::start(0, Limits::default()).await;
+    let mut control = daemon.control().await;
+    let ask = |width, mode: i32| FitRequest {
+        image: Some(ImageRequest {
+            width,
+            height: 512,
+            memory: Some(MemoryRequest { mode, ..MemoryRequest::default() }),
+            ..ImageRequest::default()
+        }),
+    };
+    let fit = control.fit(ask(512, 0)).await.unwrap().into_inner();
+    assert!(fit.fits && fit.advice.is_empty(), "{fit:?}");
+    assert_eq!((fit.mode.as_str(), fit.fitting_mode.as_str(), fit.budget_bytes), ("auto", "none", 60_000_000));
+    assert_eq!(
+        (fit.stages.len(), fit.stages[0].source.as_str(), fit.stages[0].working_set_bytes),
+        (1, "formula", 26_214_400)
+    );
+    let fit = control.fit(ask(2048, 3)).await.unwrap().into_inner();
+    assert!(!fit.fits && fit.mode == "cond_only" && fit.fitting_mode.is_empty(), "{fit:?}");
+    assert!(fit.largest_width > 512 && fit.advice.contains(&fit.largest_width.to_string()), "{fit:?}");
+    let refused = control.fit(ask(513, 0)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+
+    let shown = control.show_config(ShowConfigRequest {}).await.unwrap().into_inner().values;
+    assert_eq!(
+        (shown[0].key.as_str(), shown[0].value.as_str(), shown[0].origin.as_str()),
+        ("threads", "2", "--threads")
+    );
 }

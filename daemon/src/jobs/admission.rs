@@ -95,9 +95,9 @@ impl DoesNotFit {
     /// What would fit.
     pub fn remedy(&self) -> String {
         let mode = self.fitting.map(|mode| format!("offload mode {mode} would fit it"));
-        let size = self.largest.map(|(width, height)| {
-            format!("the largest size of this shape that fits is {width} × {height}")
-        });
+        let size = self
+            .largest
+            .map(|(width, height)| format!("the largest size of this shape that fits is {width} × {height}"));
         match (mode, size) {
             (Some(mode), Some(size)) => format!("{mode}; {size}; or raise the device's budget"),
             (Some(mode), None) => format!("{mode}; or raise the device's budget"),
@@ -642,7 +642,8 @@ mod tests {
     fn what_a_request_says_of_memory_is_checked_too() {
         let asked = |memory| ImageRequest { memory: Some(memory), ..base() };
         violation("memory.mode", asked(MemoryRequest { mode: 7, ..MemoryRequest::default() }));
-        let text = violation("memory.vae_tile_size", asked(MemoryRequest { vae_tile_size: 100, ..MemoryRequest::default() }));
+        let text =
+            violation("memory.vae_tile_size", asked(MemoryRequest { vae_tile_size: 100, ..MemoryRequest::default() }));
         assert!(text.contains("multiple of 8"), "{text}");
         let memory = MemoryRequest { vae_tile_size: 256, vae_tile_overlap: 200, ..MemoryRequest::default() };
         assert!(violation("memory.vae_tile_overlap", asked(memory)).contains("128"));
@@ -723,7 +724,11 @@ mod tests {
         let error = judged(39, Mode::CondDiffusion).1.unwrap_err();
         assert_eq!((error.stage, error.need, error.fitting), (Stage::Denoise, 40, Some(Mode::LayerStreaming)));
         assert_eq!(judged(39, Mode::Auto).1, Ok(Grouping::ByStage));
-        assert_eq!(judged(70, Mode::Aggressive).1, Ok(Grouping::ByStage), "a stage that leaves runs for all images first");
+        assert_eq!(
+            judged(70, Mode::Aggressive).1,
+            Ok(Grouping::ByStage),
+            "a stage that leaves runs for all images first"
+        );
         assert!(judged(4, Mode::Auto).1.unwrap_err().to_string().contains("no size fits"));
     }
 

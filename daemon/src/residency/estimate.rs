@@ -116,7 +116,6 @@ impl Estimate {
     pub fn total(&self) -> u64 {
         self.context.saturating_add(self.weights).saturating_add(self.working_set)
     }
-
 }
 
 impl Source {

@@ -216,8 +216,11 @@ mod tests {
         let path = folder.path().join("peaks.jsonl");
         let good = line(&key(8), 5);
         let unknown = good.replace("decode", "dream");
-        fs::write(&path, [b"\xff\xfe not text\n{\"model\":\n".as_slice(), unknown.as_bytes(), good.as_bytes(), b"{\"mod"].concat())
-            .unwrap();
+        fs::write(
+            &path,
+            [b"\xff\xfe not text\n{\"model\":\n".as_slice(), unknown.as_bytes(), good.as_bytes(), b"{\"mod"].concat(),
+        )
+        .unwrap();
         let peaks = Peaks::open(&path);
         assert_eq!(peaks.peak(&key(8)), Some(5));
         peaks.raise(&key(16), 6);

@@ -104,7 +104,8 @@ struct StageAnswer {
 
 /// Reads what the program printed.
 pub(super) fn answer(json: &[u8]) -> Result<HashMap<String, u64>, String> {
-    let answer: Answer = serde_json::from_slice(json).map_err(|error| format!("its answer is not understood: {error}"))?;
+    let answer: Answer =
+        serde_json::from_slice(json).map_err(|error| format!("its answer is not understood: {error}"))?;
     Ok(answer.stages.into_iter().map(|stage| (stage.task.replace('_', " "), stage.working_set_bytes)).collect())
 }
 
@@ -117,7 +118,10 @@ mod tests {
         let question = Question::of(&crate::jobs::fixtures::admitted(), vec![Stage::VaeEncode, Stage::Denoise]);
         let arguments = question.arguments();
         let text = arguments.iter().map(|argument| argument.to_string_lossy()).collect::<Vec<_>>().join(" ");
-        assert!(text.starts_with("--stage vae-encode --stage denoise --width 256 --height 192 --rows 2 --tokens 77"), "{text}");
+        assert!(
+            text.starts_with("--stage vae-encode --stage denoise --width 256 --height 192 --rows 2 --tokens 77"),
+            "{text}"
+        );
         let found = answer(br#"{"stages": [{"task": "vae_encode", "working_set_bytes": 7}]}"#).unwrap();
         assert_eq!(found.get("vae encode"), Some(&7));
         assert!(answer(b"nonsense").is_err());

@@ -286,10 +286,9 @@ impl MemoryPlan {
                     None => self.streamed(stage).map(|(cheaper, why)| (cheaper, plan.clone(), why)),
                 }
             }
-            Stage::Encode | Stage::Denoise => self
-                .chunked()
-                .or_else(|| self.streamed(stage))
-                .map(|(cheaper, why)| (cheaper, plan.clone(), why)),
+            Stage::Encode | Stage::Denoise => {
+                self.chunked().or_else(|| self.streamed(stage)).map(|(cheaper, why)| (cheaper, plan.clone(), why))
+            }
         }
     }
 
@@ -354,8 +353,11 @@ fn resident(settings: &Settings, mode: Mode, notices: &mut Vec<String>) -> BySta
 /// Where each stage's weights are kept: `params_backend` over `te_offload` over `offload`.
 fn storage(settings: &Settings) -> ByStage<WeightStorage> {
     // Checked when the configuration was read.
-    let named = placement::storage(settings.written.params_backend.as_deref())
-        .unwrap_or(ByStage { text: None, diffusion: None, vae: None });
+    let named = placement::storage(settings.written.params_backend.as_deref()).unwrap_or(ByStage {
+        text: None,
+        diffusion: None,
+        vae: None,
+    });
     let base = settings.get(|m| m.offload, Storage::Ram).value;
     let text = match settings.get(|m| m.te_offload, TextStorage::Same).value {
         TextStorage::Same => base,
@@ -431,7 +433,8 @@ mod tests {
 
     #[test]
     fn a_request_counts_over_an_override_over_a_mode_over_a_preset() {
-        let text = "preset = \"8gb\"\noffload_mode = \"cond_only\"\noffload_cond_stage = false\noffload_diffusion = true";
+        let text =
+            "preset = \"8gb\"\noffload_mode = \"cond_only\"\noffload_cond_stage = false\noffload_diffusion = true";
         let configured_plan = configured(text);
         assert_eq!((configured_plan.leaves.text, configured_plan.leaves.diffusion), (Leaves::Never, Leaves::WhenShort));
         let asked = plan(

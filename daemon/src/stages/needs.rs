@@ -48,7 +48,10 @@ pub struct DeviceNeeds {
 
 impl std::fmt::Debug for DeviceNeeds {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DeviceNeeds").field("device", &self.device).field("budget", &self.budget).finish_non_exhaustive()
+        f.debug_struct("DeviceNeeds")
+            .field("device", &self.device)
+            .field("budget", &self.budget)
+            .finish_non_exhaustive()
     }
 }
 
@@ -131,7 +134,12 @@ impl DeviceNeeds {
         };
         // A process that encodes pictures also decodes them: it comes to hold both halves of the autoencoder.
         let both = request.initial.is_some() && matches!(stage, Stage::VaeEncode | Stage::Decode);
-        let key = TaskKey { model: report.fingerprint.clone(), stage: stage_name(stage), shape, plan: plan_key(request, stage) };
+        let key = TaskKey {
+            model: report.fingerprint.clone(),
+            stage: stage_name(stage),
+            shape,
+            plan: plan_key(request, stage),
+        };
         let formula = formula(request, stage, task);
         Some(TaskSize {
             dry_run: self.dry_run_of(request, stage, &key, task),
@@ -263,7 +271,8 @@ impl DeviceNeeds {
 
 /// What of a request decides a stage's memory beside its shape.
 fn plan_key(request: &Admitted, stage: Stage) -> String {
-    let NumericPlan { version, dtype, backend, batch, vae_tile, vae_tile_overlap, vae_dtype, device: _ } = &request.plan;
+    let NumericPlan { version, dtype, backend, batch, vae_tile, vae_tile_overlap, vae_dtype, device: _ } =
+        &request.plan;
     let chunks = format!("{} {}", request.memory.token_chunk, request.memory.mlp_chunk);
     match stage {
         Stage::Unspecified | Stage::Encode | Stage::Denoise => format!("{version} {dtype} {backend} {batch} {chunks}"),
@@ -318,9 +327,11 @@ impl Needs for DeviceNeeds {
         let Some(task) = self.task(request, stage, tokens) else { return };
         // A process that streams holds the ring beside what stays; one that holds all of this task's weights may hold more,
         // which is no part of the task's working set.
-        let ring = request.model.report.task(stage).map_or(0, |(_, report)| {
-            report.largest_segment_bytes * if request.memory.prefetch { 2 } else { 1 }
-        });
+        let ring = request
+            .model
+            .report
+            .task(stage)
+            .map_or(0, |(_, report)| report.largest_segment_bytes * if request.memory.prefetch { 2 } else { 1 });
         let held = if weights_bytes < task.weights_bytes {
             weights_bytes.saturating_add(ring).min(task.weights_bytes)
         } else {
@@ -371,7 +382,7 @@ impl Fits for DeviceNeeds {
 
     fn choose_tiles(&self, request: &mut Admitted) {
         let tiling = request.memory.tiling;
-        let mut with = |request: &mut Admitted, edge| {
+        let with = |request: &mut Admitted, edge| {
             let Admitted { memory, plan, .. } = request;
             memory.set_tiles(plan, edge);
         };
@@ -473,7 +484,9 @@ mod tests {
 
     #[test]
     fn what_admission_counts_is_what_is_leased() {
-        for (budget, table) in [(1 << 30, ""), (60 * MIB, ""), (1 << 30, "dit_gpu_blocks = 2"), (1 << 30, "offload_mode = \"none\"")] {
+        for (budget, table) in
+            [(1 << 30, ""), (60 * MIB, ""), (1 << 30, "dit_gpu_blocks = 2"), (1 << 30, "offload_mode = \"none\"")]
+        {
             let (needs, request) = under(budget, table);
             for need in Fits::needs(&needs, &request) {
                 let parts = needs.parts(&request, need.stage, None);
@@ -539,13 +552,15 @@ mod tests {
 
     #[test]
     fn tiles_come_where_the_whole_does_not_fit_and_never_from_what_was_learned() {
-        let large = |(needs, request): (DeviceNeeds, Admitted)| {
-            (needs, Admitted { width: 1024, height: 1024, ..request })
-        };
+        let large =
+            |(needs, request): (DeviceNeeds, Admitted)| (needs, Admitted { width: 1024, height: 1024, ..request });
         let tile = |budget, table: &str| {
             let (needs, mut request) = large(under(budget, table));
             needs.choose_tiles(&mut request);
-            assert_eq!((request.plan.vae_tile, request.plan.vae_tile_overlap), (request.memory.vae.tile, request.memory.vae.overlap));
+            assert_eq!(
+                (request.plan.vae_tile, request.plan.vae_tile_overlap),
+                (request.memory.vae.tile, request.memory.vae.overlap)
+            );
             (request.plan.vae_tile, request.plan.vae_tile_overlap)
         };
         assert_eq!(tile(4 << 30, ""), (0, 0));

@@ -75,12 +75,7 @@ impl Workers {
     async fn describe_owned(&self, folder: &Path, arguments: Vec<OsString>) -> Result<Vec<u8>, InspectError> {
         let program = &self.inner.program;
         let failed = |source| InspectError::Spawn { program: program.clone(), source };
-        let request = SpawnRequest {
-            program: program.clone(),
-            arguments,
-            token: None,
-            capture_stdout: true,
-        };
+        let request = SpawnRequest { program: program.clone(), arguments, token: None, capture_stdout: true };
         let mut shutdown = self.inner.shutdown.subscribe();
         let spawned = self.inner.spawner.spawn(request).await.map_err(failed)?;
         let mut process = Process::adopt(spawned.pid).map_err(failed)?;

@@ -24,6 +24,55 @@ pub(crate) enum Command {
         /// A model folder in diffusers layout (model_index.json in it).
         folder: PathBuf,
     },
+    /// Say as JSON what stages take beside weights at one size, without running them.
+    Estimate(Estimate),
+}
+
+/// What to estimate.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Estimate {
+    /// A model folder in diffusers layout.
+    pub(crate) folder: PathBuf,
+    /// A stage; may be repeated; all without.
+    #[arg(long)]
+    pub(crate) stage: Vec<EstimatedTask>,
+    /// Pixels.
+    #[arg(long, default_value_t = 512)]
+    pub(crate) width: u64,
+    /// Pixels.
+    #[arg(long, default_value_t = 512)]
+    pub(crate) height: u64,
+    /// Prompts together: 2 with guidance.
+    #[arg(long, default_value_t = 2)]
+    pub(crate) rows: u64,
+    /// Tokens of each prompt.
+    #[arg(long, default_value_t = 77)]
+    pub(crate) tokens: u64,
+    /// Edge of a tile of the VAE in pixels; 0: whole.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) tile: u64,
+    /// Overlap of two tiles in pixels.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) overlap: u64,
+    /// Tiles together.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) tile_batch: u64,
+    /// What the VAE computes in: f32, f16, bf16. Tensors are kept in f32 whatever it is.
+    #[arg(long, default_value = "f32")]
+    pub(crate) vae_type: String,
+}
+
+/// A task that is estimated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum EstimatedTask {
+    /// Prompts to conditioning.
+    Encode,
+    /// An image to latents.
+    VaeEncode,
+    /// Noise to latents.
+    Denoise,
+    /// Latents to an image.
+    Decode,
 }
 
 /// How to serve.

@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 use sd_proto::exit::WorkerExit;
 
-use crate::arguments::{Arguments, Command};
+use crate::arguments::{Arguments, Command, Estimate, EstimatedTask};
 
 fn main() -> ExitCode {
     let arguments = match Arguments::try_parse() {
@@ -34,6 +34,7 @@ fn main() -> ExitCode {
     };
     match arguments.command {
         Command::Inspect { folder } => inspect(&folder),
+        Command::Estimate(asked) => estimate(&asked),
         Command::Serve(serve) => {
             memory::configure_allocator();
             tracing_subscriber::fmt()
@@ -67,6 +68,46 @@ fn inspect(folder: &std::path::Path) -> ExitCode {
         Err(error) => {
             eprintln!("{error}");
             exit(WorkerExit::BadWeights)
+        }
+    }
+}
+
+/// Prints what stages take at one size, as JSON for the daemon.
+fn estimate(asked: &Estimate) -> ExitCode {
+    use sd_engine::inspect::{Shape, Task};
+    let shape = Shape {
+        width: asked.width,
+        height: asked.height,
+        rows: asked.rows,
+        tokens: asked.tokens,
+        tile: asked.tile,
+        overlap: asked.overlap,
+        tile_batch: asked.tile_batch,
+    };
+    let all = [EstimatedTask::Encode, EstimatedTask::VaeEncode, EstimatedTask::Denoise, EstimatedTask::Decode];
+    let stages = if asked.stage.is_empty() { &all[..] } else { &asked.stage };
+    let found = stages.iter().map(|stage| {
+        let task = match stage {
+            EstimatedTask::Encode => Task::Encode,
+            EstimatedTask::VaeEncode => Task::VaeEncode,
+            EstimatedTask::Denoise => Task::Denoise,
+            EstimatedTask::Decode => Task::Decode,
+        };
+        sd_engine::inspect::estimate(&asked.folder, task, &shape)
+    });
+    let stages = match found.collect::<Result<Vec<_>, _>>() {
+        Ok(stages) => stages,
+        Err(error) => {
+            eprintln!("{error}");
+            return exit(WorkerExit::BadWeights);
+        }
+    };
+    let answer = std::collections::BTreeMap::from([("stages", stages)]);
+    match serde_json::to_writer_pretty(std::io::stdout().lock(), &answer) {
+        Ok(()) => exit(WorkerExit::Clean),
+        Err(error) => {
+            eprintln!("cannot write the estimate: {error}");
+            exit(WorkerExit::Internal)
         }
     }
 }

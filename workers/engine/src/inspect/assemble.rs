@@ -15,11 +15,11 @@ use super::report::{
 use crate::formats::{Precision, WeightSet};
 use crate::models::{AutoencoderKl, AutoencoderKlConfig, ClipTextConfig, ClipTextModel, Unet, UnetConfig, VaeHalf};
 use crate::ops::Activation;
-use crate::residency::{Declarations, Flow, LayerSpec};
+use crate::residency::{Declarations, Flow, LayerSpec, Role};
 use crate::sampling::{PredictionType, SamplerKind};
 
 /// Bytes that every task may take whatever its size: small tensors, tables, the allocator's slack.
-const FIXED_BYTES: u64 = 4 << 20;
+pub(super) const FIXED_BYTES: u64 = 4 << 20;
 /// Bytes that each thread keeps for products of rows.
 const THREAD_BYTES: u64 = 128 << 10;
 /// Most input channels of a convolution that each thread transforms in memory of its own.
@@ -180,7 +180,7 @@ fn component<C>(folder: &Path, stage: Stage, class: &str, part: &Part<C>, tasks:
 }
 
 /// Bytes that the threads of this machine keep between the operations of a task; see [`crate::ops::conv2d`].
-fn threads_bytes(declarations: &[Declarations]) -> u64 {
+pub(super) fn threads_bytes(declarations: &[Declarations]) -> u64 {
     let channels = |layer: &LayerSpec| match layer {
         LayerSpec::Conv { shape, .. } => shape.input.min(TRANSFORMED_CHANNELS),
         LayerSpec::Linear { .. } | LayerSpec::Upsample { .. } | LayerSpec::Norm { .. } | LayerSpec::Table { .. } => 0,
@@ -198,6 +198,7 @@ fn task(task: Task, declarations: &[Declarations], mut working_set: WorkingSet) 
         weights_bytes: bytes().sum(),
         largest_segment_bytes: bytes().max().unwrap_or(0),
         segments: declarations.len(),
+        block_bytes: declarations.iter().filter(|d| d.role() == Role::Block).map(Declarations::bound_bytes).collect(),
         working_set,
     }
 }

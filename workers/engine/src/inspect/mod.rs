@@ -3,6 +3,7 @@
 mod assemble;
 mod components;
 mod error;
+mod estimate;
 mod family;
 mod fingerprint;
 mod report;
@@ -11,6 +12,7 @@ use std::path::Path;
 
 use components::Collected;
 pub use error::InspectError;
+pub use estimate::{Shape, TaskEstimate, estimate};
 use family::Pipeline;
 pub use report::{
     ComponentReport, Defaults, DiffusionReport, Family, FileReport, ModelReport, NUMERICS_VERSION, Stage, Task,

@@ -94,6 +94,8 @@ pub struct TaskReport {
     pub largest_segment_bytes: u64,
     /// How many segments it runs.
     pub segments: usize,
+    /// Bytes of each of its blocks (segments that are neither first nor last), in the order in which they run.
+    pub block_bytes: Vec<u64>,
     /// What it takes beside.
     pub working_set: WorkingSet,
 }
