@@ -93,6 +93,37 @@ pub struct WorkingSet {
     pub fixed_tokens: u64,
     /// For each token beyond these.
     pub bytes_per_token: u64,
+    /// In tiles, beside `fixed_bytes`; absent where a task has none.
+    #[serde(default)]
+    pub tiled: Option<TileCost>,
+}
+
+/// Memory that a half of the autoencoder takes in tiles: `bytes_per_pixel` for each pixel of the picture, and
+/// `bytes_per_tile_pixel` for each pixel of the tiles that go together, `margin` around each counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct TileCost {
+    /// The distance of tiles is a multiple of so many pixels.
+    pub unit: u64,
+    /// Pixels around a tile that are computed with it.
+    pub margin: u64,
+    /// For each pixel of a tile.
+    pub bytes_per_tile_pixel: u64,
+    /// For each pixel of the picture.
+    pub bytes_per_pixel: u64,
+}
+
+impl TileCost {
+    /// Bytes for a picture of `width` × `height` pixels in tiles of this edge and overlap, so many together.
+    pub fn bytes(&self, (tile, overlap, batch): (u32, u32, u32), width: u32, height: u32) -> u64 {
+        let (width, height) = (u64::from(width), u64::from(height));
+        let unit = self.unit.max(1);
+        let apart = u64::from(tile - overlap.min(tile / 2)) / unit * unit;
+        let step = apart.max(unit);
+        let edge = |edge: u64| edge.min(step + 2 * self.margin);
+        let together = u64::from(batch.max(1)).min(width.div_ceil(step) * height.div_ceil(step));
+        let at_work = together.saturating_mul(edge(width) * edge(height)).saturating_mul(self.bytes_per_tile_pixel);
+        (width * height).saturating_mul(self.bytes_per_pixel).saturating_add(at_work)
+    }
 }
 
 impl WorkingSet {
@@ -214,8 +245,19 @@ mod tests {
     }
 
     #[test]
+    fn tiles_take_less_than_the_whole_and_more_of_them_take_more() {
+        let cost = TileCost { unit: 16, margin: 10, bytes_per_tile_pixel: 500, bytes_per_pixel: 60 };
+        let of = |tile, batch| cost.bytes((tile, 64, batch), 1024, 1024);
+        // One tile: (192 + 20)² pixels beside the picture's maps.
+        assert_eq!(of(256, 1), 1024 * 1024 * 60 + 212 * 212 * 500);
+        assert!(of(128, 1) < of(256, 1) && of(256, 1) < of(256, 2) && of(256, 2) < 1024 * 1024 * 560);
+        assert_eq!(of(256, 36), of(256, 1000), "no more tiles than there are");
+    }
+
+    #[test]
     fn blocks_that_are_counted_are_the_largest_there_are() {
-        let working_set = WorkingSet { fixed_bytes: 0, bytes_per_pixel: 0, fixed_tokens: 0, bytes_per_token: 0 };
+        let working_set =
+            WorkingSet { fixed_bytes: 0, bytes_per_pixel: 0, fixed_tokens: 0, bytes_per_token: 0, tiled: None };
         let (task, block_bytes) = ("denoise".to_owned(), vec![10, 30, 20]);
         let report = TaskReport { task, weights_bytes: 65, largest_segment_bytes: 30, block_bytes, working_set };
         let of = |blocks| report.bytes_of_blocks(blocks);

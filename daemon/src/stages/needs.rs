@@ -283,8 +283,7 @@ fn plan_key(request: &Admitted, stage: Stage) -> String {
     }
 }
 
-/// The architecture's formula for a stage of a request: for the VAE in tiles, that of the tiles that are under way together, and
-/// the picture that they are put together in.
+/// The architecture's formula for a stage of a request; for the VAE in tiles, that of tiles.
 fn formula(request: &Admitted, stage: Stage, task: &TaskReport) -> Formula {
     let working_set = &task.working_set;
     let whole = Formula {
@@ -296,16 +295,13 @@ fn formula(request: &Admitted, stage: Stage, task: &TaskReport) -> Formula {
     let vae = &request.memory.vae;
     match stage {
         Stage::Unspecified | Stage::Encode | Stage::Denoise => whole,
-        Stage::VaeEncode | Stage::Decode if vae.tile == 0 => whole,
-        Stage::VaeEncode | Stage::Decode => {
-            let edge = |pixels: u32| u64::from(pixels.min(vae.tile));
-            let tile = edge(request.width) * edge(request.height) * u64::from(vae.batch);
-            let picture = u64::from(request.width) * u64::from(request.height);
-            // A sum and a weight for each of three channels.
-            let assembled = picture * 4 * 2 * 3;
-            let at_work = tile.min(picture).saturating_mul(working_set.bytes_per_pixel);
-            Formula { fixed_bytes: working_set.fixed_bytes + at_work + assembled, ..Formula::default() }
-        }
+        Stage::VaeEncode | Stage::Decode => match &working_set.tiled {
+            Some(tiled) if vae.tile > 0 => {
+                let bytes = tiled.bytes((vae.tile, vae.overlap, vae.batch), request.width, request.height);
+                Formula { fixed_bytes: working_set.fixed_bytes.saturating_add(bytes), ..Formula::default() }
+            }
+            Some(_) | None => whole,
+        },
     }
 }
 
@@ -383,8 +379,9 @@ impl Fits for DeviceNeeds {
     fn choose_tiles(&self, request: &mut Admitted) {
         let tiling = request.memory.tiling;
         let with = |request: &mut Admitted, edge| {
-            let Admitted { memory, plan, .. } = request;
-            memory.set_tiles(plan, edge);
+            let Admitted { memory, plan, width, height, .. } = request;
+            // A picture that is no larger than a tile is whole.
+            memory.set_tiles(plan, if edge < (*width).max(*height) { edge } else { 0 });
         };
         let named = (tiling.size > 0).then_some(tiling.size);
         match tiling.wanted {

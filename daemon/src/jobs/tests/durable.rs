@@ -76,10 +76,11 @@ struct FakeFits {
 
 impl Fits for FakeFits {
     fn needs(&self, _: &Admitted) -> Vec<StageNeed> {
-        vec![StageNeed { stage: Stage::Decode, fixed: 10, working_set: 10 }]
+        let source = crate::residency::estimate::Source::Formula;
+        vec![StageNeed { stage: Stage::Decode, context: 4, weights: 6, floor: 6, working_set: 10, source }]
     }
 
-    fn budget(&self) -> u64 {
+    fn limit(&self, _: &Admitted) -> u64 {
         self.budget
     }
 
@@ -87,8 +88,13 @@ impl Fits for FakeFits {
         "cpu".into()
     }
 
-    fn numeric_plan(&self, _: &Model) -> NumericPlan {
-        self.plan.clone()
+    fn plans(
+        &self,
+        _: &Model,
+        asked: Option<&sd_proto::v1::MemoryRequest>,
+    ) -> (crate::stages::MemoryPlan, NumericPlan) {
+        let settings = crate::config::memory::Settings::default();
+        (crate::stages::MemoryPlan::resolve(&settings, asked), self.plan.clone())
     }
 }
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::assemble::{FIXED_BYTES, threads_bytes};
 use super::report::Task;
 use crate::models::{
-    AutoencoderKl, AutoencoderKlConfig, ClipTextConfig, ClipTextModel, ModelError, Unet, UnetConfig, VaeHalf,
+    AutoencoderKl, AutoencoderKlConfig, ClipTextConfig, ClipTextModel, ModelError, TilePlan, Unet, UnetConfig, VaeHalf,
 };
 
 /// A shape, and the options that decide memory.
@@ -80,20 +80,20 @@ fn factor(folder: &Path) -> Result<u64, ModelError> {
 fn vae(folder: &Path, half: VaeHalf, shape: &Shape) -> Result<u64, ModelError> {
     let config = vae_config(folder)?;
     let fixed = FIXED_BYTES + threads_bytes(&AutoencoderKl::declarations(&config, half));
-    let factor = match half {
-        VaeHalf::Decoder => config.factor() as u64,
-        VaeHalf::Encoder => 1,
+    let plan = TilePlan {
+        tile: shape.tile as usize,
+        overlap: shape.overlap as usize,
+        batch: shape.tile_batch.max(1) as usize,
     };
-    let flow = AutoencoderKl::flow(&config, half);
-    let at = |height: u64, width: u64| flow.bytes_at(height.div_ceil(factor), width.div_ceil(factor));
-    let flowing = if shape.tile == 0 {
-        at(shape.height, shape.width)
+    let flowing = if plan.cuts(shape.width, shape.height) {
+        AutoencoderKl::tile_cost(&config, half).bytes(&plan, shape.width, shape.height)
     } else {
-        let tiles =
-            shape.tile_batch.max(1).saturating_mul(at(shape.height.min(shape.tile), shape.width.min(shape.tile)));
-        // A sum and a weight for each of three channels.
-        let assembled = shape.height.saturating_mul(shape.width).saturating_mul(4 * 2 * 3);
-        tiles.min(at(shape.height, shape.width)).saturating_add(assembled)
+        let factor = match half {
+            VaeHalf::Decoder => config.factor() as u64,
+            VaeHalf::Encoder => 1,
+        };
+        let flow = AutoencoderKl::flow(&config, half);
+        flow.bytes_at(shape.height.div_ceil(factor), shape.width.div_ceil(factor))
     };
     Ok(flowing.saturating_add(fixed))
 }
