@@ -261,9 +261,8 @@ fn holders(lock_dir: &Path) -> std::io::Result<Vec<(String, Holder)>> {
     for entry in std::fs::read_dir(lock_dir)? {
         let name = entry?.file_name().to_string_lossy().into_owned();
         let Some(device) = name.strip_prefix("device-").and_then(|n| n.strip_suffix(".lock")) else { continue };
-        if let Some(holder) = DeviceLock::holder(lock_dir, device)? {
-            held.push((device.to_owned(), holder));
-        }
+        let holders = DeviceLock::holders(lock_dir, device)?;
+        held.extend(holders.into_iter().map(|holder| (device.to_owned(), holder)));
     }
     Ok(held)
 }

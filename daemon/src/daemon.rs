@@ -90,7 +90,7 @@ impl DaemonError {
     /// How the process ends because of it.
     pub fn exit(&self) -> ProgramExit {
         match self {
-            Self::Held(DeviceLockError::Held { .. })
+Self::Held(DeviceLockError::Held { .. } | DeviceLockError::Overcommitted { .. })
             | Self::Socket(SocketError::Held(_))
             | Self::Store(StoreError::Held(_)) => ProgramExit::Held,
             Self::Device(DeviceError::Budget { .. }) | Self::Socket(_) | Self::SharedMemory(_) | Self::Memory(_) => {

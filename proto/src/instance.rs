@@ -10,9 +10,12 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
+
+mod device;
+
+pub use self::device::{DeviceLock, DeviceLockError, Sharer};
 
 /// Folder where the operating system shows shared-memory objects.
 pub const SHM_DIR: &str = "/dev/shm";
@@ -93,6 +96,13 @@ pub fn segment_name(instance: &str, number: u64) -> String {
     format!("sdd-{instance}-{number}")
 }
 
+/// 16 hexadecimal digits that nobody else has drawn.
+fn random_id() -> io::Result<String> {
+    let mut random = [0u8; 8];
+    File::open("/dev/urandom")?.read_exact(&mut random)?;
+    Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
 fn open_lock_file(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -143,9 +153,7 @@ impl InstanceLock {
     /// The lock file cannot be created or written.
     pub fn create(lock_dir: &Path, holder: &Holder) -> io::Result<Self> {
         loop {
-            let mut random = [0u8; 8];
-            File::open("/dev/urandom")?.read_exact(&mut random)?;
-            let id: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+            let id = random_id()?;
             let path = lock_dir.join(format!("instance-{id}.lock"));
             if let Ok(mut lock) = try_lock(&path)? {
                 holder.write(&mut lock)?;
@@ -172,98 +180,6 @@ impl Drop for InstanceLock {
     fn drop(&mut self) {
         // Unlinked while still locked: nobody can mistake a later instance's file for ours.
         let _ = fs::remove_file(&self.path);
-    }
-}
-
-/// A device held by one daemon of the host. The file stays when the lock ends; only the flock counts.
-#[derive(Debug)]
-pub struct DeviceLock {
-    lock: Flock<File>,
-}
-
-/// How often a lock whose holder is not a living daemon is tried again, and how long between.
-const MOMENTS: u32 = 50;
-const MOMENT: Duration = Duration::from_millis(2);
-
-/// Whether a process of this id exists.
-fn lives(pid: u32) -> bool {
-    let Ok(pid) = i32::try_from(pid) else { return false };
-    pid > 0 && nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), None) != Err(nix::errno::Errno::ESRCH)
-}
-
-/// Why a device is not ours.
-#[derive(Debug, thiserror::Error)]
-pub enum DeviceLockError {
-    /// Another daemon holds it.
-    #[error("device {device} is held by sdd with pid {} of uid {} at {}", holder.pid, holder.uid, holder.endpoint)]
-    Held {
-        /// The device's id.
-        device: String,
-        /// Who holds it.
-        holder: Holder,
-    },
-    /// The lock file cannot be opened or written.
-    #[error("cannot lock device {device} by {}: {source}", path.display())]
-    Io {
-        /// The device's id.
-        device: String,
-        /// The lock file.
-        path: PathBuf,
-        /// What the system says.
-        source: io::Error,
-    },
-}
-
-impl DeviceLock {
-    /// Takes the lock of a device ("cpu", or a GPU's UUID) without waiting.
-    ///
-    /// # Errors
-    /// [`DeviceLockError::Held`] names the daemon that holds it.
-    pub fn acquire(lock_dir: &Path, device: &str, holder: &Holder) -> Result<Self, DeviceLockError> {
-        let path = lock_dir.join(format!("device-{device}.lock"));
-        let io = |source| DeviceLockError::Io { device: device.into(), path: path.clone(), source };
-        let mut looks = 0;
-        loop {
-            match try_lock(&path).map_err(io)? {
-                Ok(mut lock) => {
-                    holder.write(&mut lock).map_err(io)?;
-                    return Ok(Self { lock });
-                }
-                Err(mut file) => {
-                    let held_by = Holder::read(&mut file).map_err(io)?;
-                    // Somebody who only asks who holds it ([`DeviceLock::holder`]) has the lock for a moment: then the
-                    // last daemon's name still stands in the file.
-                    looks += 1;
-                    if looks == MOMENTS || lives(held_by.pid) {
-                        return Err(DeviceLockError::Held { device: device.into(), holder: held_by });
-                    }
-                    std::thread::sleep(MOMENT);
-                }
-            }
-        }
-    }
-
-    /// Who holds a device now; `None` when nobody does.
-    ///
-    /// # Errors
-    /// The lock file exists and cannot be opened or read.
-    pub fn holder(lock_dir: &Path, device: &str) -> io::Result<Option<Holder>> {
-        let path = lock_dir.join(format!("device-{device}.lock"));
-        if !path.exists() {
-            return Ok(None);
-        }
-        match try_lock(&path)? {
-            Ok(_free) => Ok(None),
-            Err(mut file) => Holder::read(&mut file).map(Some),
-        }
-    }
-
-    /// Writes who holds this device anew.
-    ///
-    /// # Errors
-    /// The lock file cannot be written.
-    pub fn update(&mut self, holder: &Holder) -> io::Result<()> {
-        holder.write(&mut self.lock)
     }
 }
 
@@ -371,23 +287,6 @@ mod tests {
         let null = Flock::lock(null, FlockArg::LockShared).unwrap();
         drop(std::mem::replace(&mut instance.lock, null));
         parts
-    }
-
-    #[test]
-    fn a_second_daemon_learns_who_holds_the_device() {
-        let dir = tempfile::tempdir().unwrap();
-        let first = DeviceLock::acquire(dir.path(), "cpu", &holder(dir.path())).unwrap();
-        match DeviceLock::acquire(dir.path(), "cpu", &Holder::default()) {
-            Err(DeviceLockError::Held { device, holder: found }) => {
-                assert_eq!(device, "cpu");
-                assert_eq!(found, holder(dir.path()));
-            }
-            other => panic!("expected Held, got {other:?}"),
-        }
-        assert_eq!(DeviceLock::holder(dir.path(), "cpu").unwrap(), Some(holder(dir.path())));
-        drop(first);
-        assert_eq!(DeviceLock::holder(dir.path(), "cpu").unwrap(), None);
-        DeviceLock::acquire(dir.path(), "cpu", &Holder::default()).unwrap();
     }
 
     #[test]
