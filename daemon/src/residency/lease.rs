@@ -195,6 +195,16 @@ pub enum Refusal {
         /// What there is.
         known: String,
     },
+    /// The device can lease nothing: it is gone, or this build cannot work there.
+    #[error("{holder} cannot use device {device}: {why}")]
+    Unusable {
+        /// Which.
+        device: DeviceId,
+        /// For what.
+        holder: String,
+        /// Why, and what to do.
+        why: String,
+    },
     /// The parts contradict themselves; a bug of the caller.
     #[error("request of {holder} is not well formed: {what}")]
     Malformed {
@@ -213,7 +223,11 @@ impl Refusal {
     pub fn need(&self) -> u64 {
         match self {
             Self::DoesNotFit { need, .. } | Self::SharedMemory { need, .. } | Self::Pinned { need, .. } => *need,
-            Self::HolderGone { .. } | Self::NoDevice { .. } | Self::Malformed { .. } | Self::ShuttingDown => 0,
+            Self::HolderGone { .. }
+            | Self::NoDevice { .. }
+            | Self::Unusable { .. }
+            | Self::Malformed { .. }
+            | Self::ShuttingDown => 0,
         }
     }
 }

@@ -288,9 +288,17 @@ impl Owner {
             let _ = reply.send(Err(self.no_device(device)));
             return;
         }
+        if let Err(why) = self.usable(&device) {
+            let _ = reply.send(Err(Refusal::Unusable { device, holder: vector.holder, why }));
+            return;
+        }
         self.granting.insert(id, reply);
         self.places.insert(vector.incarnation, device.clone());
         self.step(&device, Event::Request { id, vector });
+    }
+
+    fn usable(&self, device: &DeviceId) -> Result<(), String> {
+        self.devices.get(device).map_or(Ok(()), |device| device.config.probe.usable())
     }
 
     /// A step of the device where a process holds leases; nothing where it holds none.
@@ -397,7 +405,10 @@ impl Owner {
         let (device, incarnation) = (&decision.device, decision.incarnation);
         let job = decision.job.as_ref().map(JobId::as_str);
         match decision.kind {
-            DecisionKind::Degraded { .. } | DecisionKind::Killed(_) | DecisionKind::Overdraft { .. } => {
+            DecisionKind::Degraded { .. }
+            | DecisionKind::DeviceLost { .. }
+            | DecisionKind::Killed(_)
+            | DecisionKind::Overdraft { .. } => {
                 warn!(%device, incarnation, job, "{decision}");
             }
             // Its asker looks for another process: nothing is refused to a job.

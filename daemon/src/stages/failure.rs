@@ -19,6 +19,7 @@ pub fn of_refusal(stage: Stage, refusal: &Refusal) -> Failure {
     let reason = match refusal {
         Refusal::DoesNotFit { .. } | Refusal::SharedMemory { .. } | Refusal::Pinned { .. } => FailureReason::DoesNotFit,
         Refusal::ShuttingDown => FailureReason::Shutdown,
+        Refusal::Unusable { .. } => FailureReason::DoesNotFit,
         Refusal::HolderGone { .. } | Refusal::NoDevice { .. } | Refusal::Malformed { .. } => FailureReason::Internal,
     };
     failure(reason, stage, refusal.to_string())

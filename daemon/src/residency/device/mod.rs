@@ -47,6 +47,14 @@ pub trait DeviceProbe: Send + Sync + 'static {
         }
     }
 
+    /// Whether anything can be leased there at all; why not, and what to do.
+    ///
+    /// # Errors
+    /// The reason, for people.
+    fn usable(&self) -> Result<(), String> {
+        Ok(())
+    }
+
     /// The device as it stands. `own` are the processes of this daemon that may hold bytes there; all others are foreign.
     /// `None` for a device that nobody shares: its capacity is its budget.
     ///

@@ -112,8 +112,13 @@ pub enum DecisionKind {
         /// How long it has been waited for.
         since: Duration,
     },
-    /// What was unproven has been proven.
+    /// What was unproven has been proven, or a device that was gone answers again.
     Recovered,
+    /// The device is gone.
+    DeviceLost {
+        /// What it says.
+        why: String,
+    },
 }
 
 impl fmt::Display for Decision {
@@ -163,6 +168,7 @@ impl fmt::Display for Decision {
                 Bytes(*bytes)
             ),
             DecisionKind::Recovered => write!(f, "{} is no longer degraded", self.device),
+            DecisionKind::DeviceLost { why } => write!(f, "{} is lost: {why}", self.device),
         }
     }
 }
@@ -191,6 +197,7 @@ impl From<&Decision> for v1::Decision {
             DecisionKind::Held { .. } | DecisionKind::Unheld => (v1::DecisionKind::Capacity, 0),
             DecisionKind::Degraded { bytes, .. } => (v1::DecisionKind::Degraded, *bytes),
             DecisionKind::Recovered => (v1::DecisionKind::Recovered, 0),
+            DecisionKind::DeviceLost { .. } => (v1::DecisionKind::Degraded, 0),
         };
         let (mut rung, mut wanted_by, mut proven) = (String::new(), String::new(), String::new());
         if let DecisionKind::TakesBack { rung: how_far, wanted_by: whom, .. } = &decision.kind {

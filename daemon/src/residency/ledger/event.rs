@@ -155,6 +155,13 @@ pub enum Event {
         /// Bytes.
         bytes: u64,
     },
+    /// The device is gone.
+    DeviceLost {
+        /// What it says.
+        why: String,
+    },
+    /// The device answers; only new where it was gone.
+    DeviceFound,
     /// Time has passed, or shared memory has become free.
     Tick,
 }

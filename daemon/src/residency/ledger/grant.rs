@@ -39,7 +39,7 @@ impl Ledger {
         self.waiters.push_back(Waiter { id, vector, since: turn.now, told, blocked_since, overtaken });
     }
 
-    fn refuse(&mut self, id: RequestId, vector: &LeaseVector, refusal: Refusal, turn: &mut Turn<'_>) {
+    pub(super) fn refuse(&mut self, id: RequestId, vector: &LeaseVector, refusal: Refusal, turn: &mut Turn<'_>) {
         let about = Some((vector.incarnation, vector.holder.clone()));
         self.decide(turn, Some(vector.job.clone()), about, DecisionKind::Refused(refusal.clone()));
         turn.effects.push(Effect::Refused { id, refusal });
@@ -50,6 +50,9 @@ impl Ledger {
         let holder = vector.holder.clone();
         if self.ended.contains(vector.incarnation) {
             return Some(Refusal::HolderGone { incarnation: vector.incarnation, holder });
+        }
+        if let Some(refusal) = self.refusal_of_the_lost(vector) {
+            return Some(refusal);
         }
         let malformed = |what: String| Some(Refusal::Malformed { holder: holder.clone(), what });
         let mut named: BTreeMap<Purpose, LeasePart> = BTreeMap::new();
@@ -111,6 +114,7 @@ impl Ledger {
     /// Grants what can be granted, in order, and has bytes taken back for what cannot. Ends every turn.
     pub(super) fn pump(&mut self, turn: &mut Turn<'_>) {
         self.refuse_for_the_gone(turn);
+        self.refuse_for_the_lost(turn);
         self.refuse_beside_the_pinned(turn);
         if self.charged() > self.capacity {
             return self.take_back_for_capacity(turn);

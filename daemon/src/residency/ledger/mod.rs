@@ -18,6 +18,7 @@ mod ended;
 mod event;
 mod giveback;
 mod grant;
+mod lost;
 mod operate;
 mod rules;
 mod share;
@@ -65,6 +66,8 @@ pub struct Ledger {
     /// Given to other programs.
     pub(super) held: Option<Hold>,
     pub(super) degraded: Option<String>,
+    /// Why the device is gone, if it is.
+    pub(super) lost: Option<String>,
     /// Processes that are gone for ever.
     pub(super) ended: Ended,
     next_lease: u64,
@@ -95,6 +98,7 @@ impl Ledger {
             upcoming: Vec::new(),
             held: None,
             degraded: None,
+            lost: None,
             ended: Ended::default(),
             next_lease: first_lease,
         }
@@ -157,6 +161,8 @@ impl Ledger {
             Event::TokenEnded { id } => self.token.ended(id, turn.now, &mut self.shares),
             Event::TokenOffered { id } => self.token.offered(id, turn.now, &mut self.shares, &mut turn.effects),
             Event::Capacity { bytes } => self.capacity_changed(bytes, turn),
+            Event::DeviceLost { why } => self.device_lost(why, turn),
+            Event::DeviceFound => self.device_found(turn),
             Event::Tick => {}
         }
         self.token.pass(turn.now, &self.shares, self.rules.overtake_limit, &mut turn.effects);
