@@ -20,6 +20,7 @@ use crate::api::{Backing, ControlService, GenerationService, Identity, Live};
 use crate::arena::{Arena, ArenaLimits, host_free};
 use crate::clock::RuntimeClock;
 use crate::config::{self, Config};
+use crate::devices;
 use crate::ids::DeviceId;
 use crate::jobs::durable::{self, DiskStore, Keeper, Store, StoreError};
 use crate::jobs::{Admission, Drained, Jobs};
@@ -90,12 +91,13 @@ impl DaemonError {
     /// How the process ends because of it.
     pub fn exit(&self) -> ProgramExit {
         match self {
-Self::Held(DeviceLockError::Held { .. } | DeviceLockError::Overcommitted { .. })
+            Self::Held(DeviceLockError::Held { .. } | DeviceLockError::Overcommitted { .. })
             | Self::Socket(SocketError::Held(_))
             | Self::Store(StoreError::Held(_)) => ProgramExit::Held,
-            Self::Device(DeviceError::Budget { .. }) | Self::Socket(_) | Self::SharedMemory(_) | Self::Memory(_) => {
-                ProgramExit::Usage
-            }
+            Self::Device(DeviceError::Budget { .. } | DeviceError::Unknown { .. })
+            | Self::Socket(_)
+            | Self::SharedMemory(_)
+            | Self::Memory(_) => ProgramExit::Usage,
             Self::Held(DeviceLockError::Io { .. })
             | Self::Device(_)
             | Self::Store(_)
@@ -159,11 +161,12 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), DaemonError
     };
     // What the host does not have is refused before anything is held or bound.
     let device = device(&config)?;
+    let gpus = devices::gpus(&config, holder.private)?;
     for (key, warning) in preset_warnings(&config) {
         tracing::warn!(key, "{warning}");
     }
     let shared_memory = arena_limits(&config)?;
-    let mut device_lock = DeviceLock::acquire(&lock_dir, device.0.id.as_str(), &holder).map_err(DaemonError::Held)?;
+    let mut device_lock = devices::lock(&config, &lock_dir, &device.0, &holder).map_err(DaemonError::Held)?;
     let mut instance = InstanceLock::create(&lock_dir, &holder).map_err(system("create the instance lock"))?;
 
     prepare_runtime_dir(&config.runtime_dir)?;
@@ -190,7 +193,7 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), DaemonError
     let identity =
         Identity { instance: claims.instance.id().into(), endpoint: endpoint.to_string(), started: SystemTime::now() };
     let store = store(&config, holder.private)?;
-    let parts = Parts::build(&config, device, arena, identity, link, &link_path, store.clone())?;
+    let parts = Parts::build(&config, device, gpus, arena, identity, link, &link_path, store.clone())?;
     let Parts { workers, jobs, admission, generation, control, shutdown, ending } = parts;
     // What was accepted before comes before what is new: clients are answered when it is back in its place.
     let early = tokio::select! {
@@ -360,6 +363,7 @@ impl Parts {
     fn build(
         config: &Config,
         (device, configured_budget): (DeviceConfig, u64),
+        gpus: Vec<DeviceConfig>,
         arena: Arena,
         identity: Identity,
         link: tokio::net::UnixListener,
@@ -371,7 +375,7 @@ impl Parts {
         let (id, budget, total) = (device.id.clone(), device.budget, device.total);
         let journal = Journal::default();
         let clock = Arc::new(RuntimeClock::new());
-        let residency = Residency::start(vec![device], arena.clone(), clock, journal.clone());
+        let residency = Residency::start([vec![device], gpus].concat(), arena.clone(), clock, journal.clone());
         residency.set_holders(Arc::new(workers.clone()));
         workers.observe(Arc::new(residency.clone()));
         let estimator = Estimator::cpu().remembering(Peaks::open(&config.peaks_file));

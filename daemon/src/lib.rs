@@ -16,6 +16,7 @@ pub mod cli;
 pub mod clock;
 pub mod config;
 pub mod daemon;
+pub mod devices;
 pub mod ids;
 pub mod jobs;
 pub mod journal;

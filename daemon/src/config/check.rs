@@ -1,6 +1,6 @@
 //! From what was written to what is meant: defaults filled in, values checked against each other.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -205,19 +205,22 @@ impl Checker<'_> {
         Ok(RegistryConfig { models, folder, default: raw.default_model.clone(), cache_dir })
     }
 
+    /// Budgets. Whether a GPU is there is found out when the daemon starts.
     fn devices(&self, raw: &Raw) -> Result<BTreeMap<DeviceId, Budget>, ConfigError> {
         let mut devices = BTreeMap::from([(DeviceId::cpu(), Budget::Auto)]);
         for (id, device) in &raw.devices {
-            if id != DeviceId::cpu().as_str() {
-                let key = format!("devices.{id}");
-                return Err(self.wrong(&key, format!("this program knows no device {id:?}: there is \"cpu\"")));
+            let ordinal = id.strip_prefix("cuda").is_some_and(|number| number.parse::<u8>().is_ok());
+            if id != DeviceId::cpu().as_str() && !id.starts_with("GPU-") && !ordinal {
+                let problem = format!(
+                    "{id:?} is no device: write \"cpu\", a GPU's UUID (\"GPU-…\", see `sdctl doctor`) or \"cuda0\""
+                );
+                return Err(self.wrong(&format!("devices.{id}"), problem));
             }
-            if let Some(budget) = device.budget {
-                if budget.0 == 0 {
-                    return Err(self.wrong("devices.cpu.budget", "0 would allow nothing"));
-                }
-                devices.insert(DeviceId::from(id.as_str()), Budget::Bytes(budget.0));
+            if device.budget == Some(ByteSize(0)) {
+                return Err(self.wrong(&format!("devices.{id}.budget"), "0 would allow nothing"));
             }
+            let budget = device.budget.map_or(Budget::Auto, |budget| Budget::Bytes(budget.0));
+            devices.insert(DeviceId::from(id.as_str()), budget);
         }
         Ok(devices)
     }
@@ -235,6 +238,23 @@ impl Checker<'_> {
             tiles(size, overlap).map_err(|(key, problem)| wrong(key, problem))?;
         }
         Ok(Memory { daemon: raw.memory.clone(), models: raw.model_memory.clone() })
+    }
+
+    fn shared(&self, raw: &Raw) -> Result<BTreeSet<DeviceId>, ConfigError> {
+        let mut shared = BTreeSet::new();
+        for (id, device) in raw.devices.iter().filter(|(_, device)| device.share == Some(true)) {
+            let key = format!("devices.{id}.share");
+            if id != DeviceId::cpu().as_str() {
+                return Err(self.wrong(&key, "only the CPU can be shared: this build leases nothing of a GPU"));
+            }
+            if device.budget.is_none() {
+                let problem =
+                    "daemons that share a device need to know how much each may use: set devices.cpu.budget too";
+                return Err(self.wrong(&key, problem));
+            }
+            shared.insert(DeviceId::from(id.as_str()));
+        }
+        Ok(shared)
     }
 
     fn threads(&self, raw: Option<u32>) -> Result<usize, ConfigError> {
@@ -345,6 +365,7 @@ impl Config {
             threads: checker.threads(raw.threads)?,
             worker_binary: checker.worker(raw.worker_binary.clone())?,
             devices: checker.devices(&raw)?,
+            shared: checker.shared(&raw)?,
             workers,
             drain,
             stop,

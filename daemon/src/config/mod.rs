@@ -14,7 +14,7 @@ mod print;
 mod raw;
 mod values;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -102,6 +102,8 @@ pub struct Config {
     pub worker_binary: PathBuf,
     /// What may be leased of each device.
     pub devices: BTreeMap<DeviceId, Budget>,
+    /// Devices that other daemons may use at the same time, each within its budget.
+    pub shared: BTreeSet<DeviceId>,
     /// Bounds on workers.
     pub workers: WorkerLimits,
     /// What accepted jobs may take after a request to end.

@@ -53,6 +53,7 @@ impl Config {
                 Some(Budget::Bytes(bytes)) => quoted(ByteSize(*bytes)),
                 Some(Budget::Auto) | None => return None,
             },
+            "devices.cpu.share" => self.shared.contains(&DeviceId::cpu()).to_string(),
             "deadlines.handshake" => span(workers.handshake),
             "deadlines.pulse_interval" => span(workers.pulse_interval),
             "deadlines.pulse" => span(workers.pulse),

@@ -41,6 +41,7 @@ pub struct Raw {
 #[allow(missing_docs)]
 pub struct RawDevice {
     pub budget: Option<ByteSize>,
+    pub share: Option<bool>,
 }
 
 /// `[deadlines]`.
@@ -140,6 +141,11 @@ pub const KEYS: &[Key] = &[
         "devices.cpu.budget",
         Kind::Text,
         "bytes that workers may hold on the CPU, as in 8GiB; default: from what is free",
+    ),
+    key(
+        "devices.cpu.share",
+        Kind::Switch,
+        "let several daemons use the CPU at once, each with a budget of its own; their sum is bounded by what there is",
     ),
     key("deadlines.handshake", Kind::Text, "from a worker's start to its hello"),
     key("deadlines.pulse_interval", Kind::Text, "how often a worker shows that it lives"),

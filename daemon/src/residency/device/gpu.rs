@@ -5,8 +5,11 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::host::{HostFacts, process_name};
-use super::{DeviceProbe, DeviceReading, ForeignProcess, ProbeError, Processes, Shown};
+use super::{
+    Budget, DeviceConfig, DeviceError, DeviceProbe, DeviceReading, ForeignProcess, ProbeError, Processes, Shown,
+};
 use crate::ids::DeviceId;
+use crate::residency::ledger::Rules;
 
 /// Bytes of a GPU that are never leased: what contexts and the driver may take beyond what they were seen to take.
 const MARGIN: u64 = 128 << 20;
@@ -150,6 +153,33 @@ pub fn merge(lists: impl IntoIterator<Item = Vec<GpuProcess>>) -> Vec<GpuProcess
     merged.into_iter().map(|(pid, bytes)| GpuProcess { pid, bytes }).collect()
 }
 
+impl DeviceConfig {
+    /// A GPU. A budget that is not given is all that is free there, but for the margin.
+    ///
+    /// # Errors
+    /// The driver does not say how much there is, or `budget` is more.
+    pub fn gpu(
+        facts: GpuFacts,
+        source: &Arc<dyn GpuSource>,
+        host: HostFacts,
+        budget: Budget,
+    ) -> Result<Self, DeviceError> {
+        let memory = source.memory(&facts.id);
+        let memory = memory.map_err(|source| DeviceError::Gpu { device: facts.id.clone(), source })?;
+        let budget = match budget {
+            Budget::Auto => memory.free.saturating_sub(MARGIN),
+            Budget::Bytes(budget) if budget > memory.total => {
+                return Err(DeviceError::Budget { device: facts.id, budget, total: memory.total });
+            }
+            Budget::Bytes(budget) => budget,
+        };
+        let probe = Arc::new(GpuProbe::new(source.clone(), facts.id.clone(), host));
+        // The driver frees what a process held, some time after it is reaped: the device must be asked.
+        let rules = Rules { reaping_proves: false, ..Rules::default() };
+        Ok(Self { id: facts.id, name: facts.name, total: memory.total, budget, rules, probe })
+    }
+}
+
 /// Measures processes on one GPU.
 pub struct GpuProbe {
     source: Arc<dyn GpuSource>,
@@ -188,6 +218,10 @@ impl GpuProbe {
 }
 
 impl DeviceProbe for GpuProbe {
+    fn usable(&self) -> Result<(), String> {
+        Err("the worker of this build computes on the CPU alone (it has no CUDA): place the stage on cpu".into())
+    }
+
     fn process_bytes(&self, pid: u32) -> io::Result<Option<u64>> {
         match self.process(pid) {
             Ok(Shown::Bytes(bytes)) => Ok(Some(bytes)),

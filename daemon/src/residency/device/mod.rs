@@ -203,6 +203,22 @@ pub enum DeviceError {
         /// What was looked for.
         field: &'static str,
     },
+    /// Configured, and not there.
+    #[error("the configuration names device {device}, which is not there: known are {known}")]
+    Unknown {
+        /// What was named.
+        device: DeviceId,
+        /// What there is.
+        known: String,
+    },
+    /// A GPU does not say how much memory it has.
+    #[error("{device}: {source}")]
+    Gpu {
+        /// Which.
+        device: DeviceId,
+        /// What the driver says.
+        source: GpuError,
+    },
     /// Configured beyond what there is.
     #[error("a budget of {} was set for device {device}, which has {}: set less", Bytes(*budget), Bytes(*total))]
     Budget {
