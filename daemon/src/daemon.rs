@@ -35,8 +35,10 @@ use crate::residency::{Bytes, DeviceConfig, Residency};
 use crate::serve::PublicServer;
 use crate::sockets::{Listener, SocketError, SocketFiles, bind_unix, prepare_runtime_dir};
 use crate::stages::Dispatcher;
+use crate::stages::keep_alive::KeepAlive;
 use crate::stages::memory::MemoryPlan;
 use crate::stages::needs::DeviceNeeds;
+use crate::stages::operate::Operating;
 use crate::workers::Workers;
 
 /// What calls that are being answered may take once all jobs have ended.
@@ -394,9 +396,12 @@ impl Parts {
         );
         let registry = Registry::new(config.models.clone(), Arc::new(workers.clone()));
         let admission = Admission::new(registry, config.jobs.clone(), needs);
-        let jobs = Jobs::start_with(Arc::new(dispatcher), config.jobs.clone(), store.map(Keeper::start));
+        let dispatcher = Arc::new(dispatcher);
+        let jobs = Jobs::start_with(dispatcher.clone(), config.jobs.clone(), store.map(Keeper::start));
         let (shutdown, ending) = (CancellationToken::new(), CancellationToken::new());
         jobs.follow(&journal);
+        let keep_alive = KeepAlive { time: config.keep_alive, ..KeepAlive::default() };
+        tokio::spawn(keep_alive.keep(residency.clone(), workers.clone()));
         let overview = Arc::new(Live { residency, workers: workers.clone(), arena });
         let generation = GenerationService::new(jobs.clone(), admission.clone());
         let backing = Backing {
@@ -404,6 +409,7 @@ impl Parts {
             admission: admission.clone(),
             overview,
             journal,
+            operator: Arc::new(Operating(dispatcher)),
             ending: ending.clone(),
             shutdown: shutdown.clone(),
             drain_grace: config.drain,

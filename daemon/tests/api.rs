@@ -12,8 +12,9 @@ use sd_proto::v1::generation_client::GenerationClient;
 use sd_proto::v1::{
     CancelRequest, Decision, DecisionKind, DrainRequest, ExplainJobRequest, Failure, FitRequest, GenerateRequest,
     GetRequest, GetStatusRequest, ImageRequest, InspectModelRequest, JobEvent, JobState, ListModelsRequest,
-    ListRequest, MemoryRequest, NumericPlan, ProgressPhase, ShowConfigRequest, Stage, SubmitRequest,
-    WatchDecisionsRequest, WatchDecisionsResponse, WatchRequest, job_event,
+    ListRequest, LoadModelRequest, MemoryRequest, NumericPlan, PinModelRequest, ProgressPhase, ReleaseDeviceRequest,
+    ShowConfigRequest, Stage, SubmitRequest, UnloadModelRequest, WatchDecisionsRequest, WatchDecisionsResponse,
+    WatchRequest, job_event,
 };
 use sdd::api::{self, Backing, ControlService, GenerationService, Identity, Overview};
 use sdd::arena::ArenaUsage;
@@ -27,6 +28,7 @@ use sdd::picture::Pixels;
 use sdd::residency::DeviceSnapshot;
 use sdd::residency::estimate::Source;
 use sdd::stages::memory::MemoryPlan;
+use sdd::stages::operate::{Answer, Freed, LoadOrder, Loaded, Operator, Which};
 use sdd::stages::runner::{Output, StageNews, StageOrder, StageReport, StageRunner, Stopped};
 use sdd::workers::{InspectError, WorkerView};
 use tokio::net::{UnixListener, UnixStream};
@@ -122,7 +124,23 @@ struct FakeOverview;
 
 impl Overview for FakeOverview {
     fn devices(&self) -> Pin<Box<dyn Future<Output = Vec<DeviceSnapshot>> + Send + '_>> {
-        Box::pin(async { Vec::new() })
+        let cpu = DeviceSnapshot {
+            device: sdd::ids::DeviceId::cpu(),
+            name: String::new(),
+            total: 1,
+            budget: 1,
+            capacity: 1,
+            leased: 0,
+            unproven: 0,
+            overdraft: 0,
+            degraded: None,
+            held_until: None,
+            leases: Vec::new(),
+            holders: Vec::new(),
+            waiters: Vec::new(),
+            computing: None,
+        };
+        Box::pin(async { vec![cpu] })
     }
 
     fn workers(&self) -> Vec<WorkerView> {
@@ -134,6 +152,42 @@ impl Overview for FakeOverview {
     }
 }
 
+/// Notes what it is asked for.
+#[derive(Default)]
+struct FakeOperator {
+    asked: std::sync::Mutex<Vec<String>>,
+}
+
+impl FakeOperator {
+    fn note(&self, text: String) {
+        self.asked.lock().unwrap().push(text);
+    }
+}
+
+impl Operator for FakeOperator {
+    fn load(&self, order: LoadOrder) -> Answer<'_, Result<Loaded, Failure>> {
+        self.note(format!("load {} of {} for {}", order.stage.as_str_name(), order.request.model.name, order.tenant));
+        let reason = sd_proto::v1::FailureReason::DoesNotFit as i32;
+        let failed = Failure { reason, message: "too large".into(), stage: order.stage as i32, ..Failure::default() };
+        let fits = order.stage != Stage::Decode;
+        Box::pin(async move { if fits { Ok(Loaded { incarnation: 7, weights_bytes: 9 }) } else { Err(failed) } })
+    }
+
+    fn unload(&self, which: Which) -> Answer<'_, Freed> {
+        self.note(format!("unload {:?} of {} in {}", which.stages, which.model, which.dir.is_some()));
+        Box::pin(async { Freed { workers: 2, bytes: 11 } })
+    }
+
+    fn pin(&self, dir: &Path, pinned: bool) {
+        self.note(format!("pin {} {pinned}", dir.file_name().unwrap().display()));
+    }
+
+    fn release(&self, device: sdd::ids::DeviceId, hold: Option<Duration>) -> Answer<'_, Freed> {
+        self.note(format!("release {device} {hold:?}"));
+        Box::pin(async { Freed { workers: 1, bytes: 13 } })
+    }
+}
+
 struct Daemon {
     folder: tempfile::TempDir,
     steps: Arc<Semaphore>,
@@ -141,6 +195,7 @@ struct Daemon {
     jobs: Jobs,
     ended: CancellationToken,
     journal: Journal,
+    operator: Arc<FakeOperator>,
     ending: CancellationToken,
     tcp: std::net::SocketAddr,
 }
@@ -171,6 +226,7 @@ impl Daemon {
         let ended = CancellationToken::new();
         let generation = GenerationService::new(jobs.clone(), admission.clone());
         let identity = Identity { instance: "i".into(), endpoint: "unix:/x".into(), started: SystemTime::now() };
+        let operator = Arc::new(FakeOperator::default());
         let (journal, ending) = (Journal::default(), CancellationToken::new());
         jobs.follow(&journal);
         let backing = Backing {
@@ -178,6 +234,7 @@ impl Daemon {
             admission,
             overview: Arc::new(FakeOverview),
             journal: journal.clone(),
+            operator: operator.clone(),
             ending: ending.clone(),
             shutdown: ended.clone(),
             drain_grace: Duration::from_secs(1),
@@ -199,7 +256,7 @@ impl Daemon {
         tokio::spawn(router().serve_with_incoming(UnixListenerStream::new(socket)));
         let incoming = tonic::transport::server::TcpIncoming::from(tcp);
         tokio::spawn(router().serve_with_incoming(incoming));
-        Self { folder, steps, stopped, jobs, ended, journal, ending, tcp: address }
+        Self { folder, steps, stopped, jobs, ended, journal, operator, ending, tcp: address }
     }
 
     async fn channel(&self) -> Channel {
@@ -609,4 +666,71 @@ async fn what_a_request_would_need_is_told_without_running_it_and_so_is_the_conf
         (shown[0].key.as_str(), shown[0].value.as_str(), shown[0].origin.as_str()),
         ("threads", "2", "--threads")
     );
+}
+
+#[tokio::test]
+async fn operators_load_unload_pin_and_release() {
+    let daemon = Daemon::start(0, Limits::default()).await;
+    let mut control = daemon.control().await;
+    let load = |stages: &[&str]| LoadModelRequest {
+        model: "mine".into(),
+        stages: stages.iter().map(|stage| (*stage).to_owned()).collect(),
+    };
+    let loaded = control.load_model(load(&["diffusion", "text"])).await.unwrap().into_inner().stages;
+    let told: Vec<_> = loaded.iter().map(|s| (s.stage.as_str(), s.incarnation, s.weights_bytes)).collect();
+    assert_eq!(told, [("text", 7, 9), ("diffusion", 7, 9)], "in the order of a job");
+    assert!(loaded.iter().all(|stage| stage.weights_total_bytes > 9));
+    // A stage that fails says so by its reason; what came before it stays.
+    let status = control.load_model(load(&[])).await.unwrap_err();
+    assert_eq!((status.code(), reason(&status).as_str()), (Code::ResourceExhausted, "DOES_NOT_FIT"));
+
+    let unload = UnloadModelRequest { model: "mine".into(), stages: vec!["vae".into()] };
+    let freed = control.unload_model(unload).await.unwrap().into_inner();
+    assert_eq!((freed.workers, freed.bytes), (2, 11));
+    control.pin_model(PinModelRequest { model: String::new(), pinned: true }).await.unwrap();
+    // A model whose files are bad can still be unloaded; its pin has no folder to be known by.
+    control.unload_model(UnloadModelRequest { model: "broken".into(), stages: Vec::new() }).await.unwrap();
+    control.unload_model(UnloadModelRequest { model: "mine".into(), stages: Vec::new() }).await.unwrap();
+    let hold = Some(prost_types::Duration { seconds: 600, nanos: 0 });
+    let release = ReleaseDeviceRequest { device: String::new(), hold };
+    assert_eq!(control.release_device(release).await.unwrap().into_inner().bytes, 13);
+    let tenant = own_tenant();
+    let expected = [
+        format!("load STAGE_ENCODE of mine for {tenant}"),
+        format!("load STAGE_DENOISE of mine for {tenant}"),
+        format!("load STAGE_ENCODE of mine for {tenant}"),
+        format!("load STAGE_DENOISE of mine for {tenant}"),
+        format!("load STAGE_DECODE of mine for {tenant}"),
+        "unload [Vae] of mine in true".into(),
+        "pin mine true".into(),
+        "unload [] of broken in false".into(),
+        "pin mine false".into(),
+        "unload [] of mine in true".into(),
+        "release cpu Some(600s)".into(),
+    ];
+    assert_eq!(*daemon.operator.asked.lock().unwrap(), expected);
+    let (past, _) = daemon.journal.follow();
+    assert!(past.iter().any(|decision| decision.text.starts_with("mine is pinned")), "{past:?}");
+
+    let status = control.load_model(load(&["sampler"])).await.unwrap_err();
+    assert_eq!((status.code(), field_names(&status)), (Code::InvalidArgument, vec!["stages".to_owned()]));
+    let absent = ReleaseDeviceRequest { device: "gpu7".into(), hold: None };
+    let status = control.release_device(absent).await.unwrap_err();
+    assert_eq!((status.code(), reason(&status).as_str()), (Code::NotFound, "UNKNOWN_DEVICE"));
+    assert!(status.message().contains("there are cpu"), "{}", status.message());
+}
+
+#[tokio::test]
+async fn nobody_but_operators_moves_models() {
+    let daemon = Daemon::start(0, Limits::default()).await;
+    let mut stranger = ControlClient::connect(format!("http://{}", daemon.tcp)).await.unwrap();
+    for status in [
+        stranger.load_model(LoadModelRequest::default()).await.unwrap_err(),
+        stranger.unload_model(UnloadModelRequest::default()).await.unwrap_err(),
+        stranger.pin_model(PinModelRequest::default()).await.unwrap_err(),
+        stranger.release_device(ReleaseDeviceRequest::default()).await.unwrap_err(),
+    ] {
+        assert_eq!((status.code(), reason(&status).as_str()), (Code::PermissionDenied, "OPERATOR_ONLY"));
+    }
+    assert!(daemon.operator.asked.lock().unwrap().is_empty());
 }

@@ -24,6 +24,7 @@ use crate::config::Value;
 use crate::jobs::{Admission, Jobs};
 use crate::journal::Journal;
 use crate::models::{Listed, Model};
+use crate::stages::operate::Operator;
 
 /// What a daemon says of itself.
 #[derive(Debug, Clone)]
@@ -47,6 +48,8 @@ pub struct Backing {
     pub overview: Arc<dyn Overview>,
     /// What was decided about memory.
     pub journal: Journal,
+    /// Who does what operators ask for.
+    pub operator: Arc<dyn Operator>,
     /// Fires when the daemon ends: streams without an end of their own end then.
     pub ending: CancellationToken,
     /// To be fired to end the daemon.

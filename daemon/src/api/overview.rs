@@ -1,6 +1,6 @@
 //! What the daemon shows of its processes and its memory.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::future::Future;
 use std::pin::Pin;
 
@@ -58,7 +58,7 @@ pub fn device(snapshot: &DeviceSnapshot) -> v1::Device {
         degraded: snapshot.degraded.is_some(),
         capacity_bytes: snapshot.capacity,
         foreign: Vec::new(),
-        held_until: None,
+        held_until: snapshot.held_until.map(Into::into),
     }
 }
 
@@ -83,6 +83,8 @@ pub fn workers(views: Vec<WorkerView>, devices: &[DeviceSnapshot]) -> Vec<v1::Wo
     for lease in devices.iter().flat_map(|device| &device.leases) {
         *leased.entry(lease.incarnation).or_default() += lease.bytes;
     }
+    let holders = devices.iter().flat_map(|device| &device.holders);
+    let pinned: HashSet<u64> = holders.filter(|holder| holder.pinned).map(|holder| holder.incarnation).collect();
     let worker = |view: WorkerView| {
         let (state, job) = match &view.phase {
             WorkerPhase::Starting => (v1::WorkerState::Starting, None),
@@ -101,6 +103,7 @@ pub fn workers(views: Vec<WorkerView>, devices: &[DeviceSnapshot]) -> Vec<v1::Wo
             resident_bytes: view.device_bytes,
             age: Some(duration(view.started.elapsed())),
             job_id: job.unwrap_or_default(),
+            pinned: pinned.contains(&view.spec.incarnation),
             ..v1::Worker::default()
         }
     };

@@ -13,13 +13,17 @@
 //! | queue full | `RESOURCE_EXHAUSTED` + `RetryInfo` | `QUEUE_FULL` |
 //! | a job that is to be kept cannot be recorded | `RESOURCE_EXHAUSTED` | `NOT_RECORDED` |
 //! | draining | `UNAVAILABLE` | `DRAINING` |
+//! | no such device | `NOT_FOUND` | `UNKNOWN_DEVICE` |
+//! | an operator's load fails | `RESOURCE_EXHAUSTED` for memory, `FAILED_PRECONDITION` for the model and its workers, `UNAVAILABLE` at the end, else `INTERNAL` | the failure's reason |
 
 use std::collections::HashMap;
 use std::time::Duration;
 
+use sd_proto::v1::{Failure, FailureReason};
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
 
+use crate::ids::DeviceId;
 use crate::jobs::admission::{AdmissionError, DoesNotFit, Violation};
 use crate::jobs::{NotFound, SubmitError};
 use crate::models::ModelError;
@@ -124,4 +128,33 @@ pub fn of_not_found(error: &NotFound) -> Status {
 pub fn operator_only() -> Status {
     let message = "only the daemon's own user and root may do this, over its unix socket";
     Status::with_error_details(Code::PermissionDenied, message, details("OPERATOR_ONLY", &[]))
+}
+
+/// The status of a call with a field that cannot be.
+pub fn bad_field(field: &'static str, description: String) -> Status {
+    invalid(format!("{field}: {description}"), &[Violation { field, description }])
+}
+
+/// The status of a device that does not exist.
+pub fn unknown_device(device: &str, known: &[DeviceId]) -> Status {
+    let known: Vec<&str> = known.iter().map(DeviceId::as_str).collect();
+    let message = format!("there is no device {device:?}: there are {}", known.join(", "));
+    Status::with_error_details(Code::NotFound, message, details("UNKNOWN_DEVICE", &[("device", device.to_owned())]))
+}
+
+/// The status of a stage that could not be loaded for an operator.
+pub fn of_failure(failure: &Failure) -> Status {
+    let reason = failure.reason();
+    let code = match reason {
+        FailureReason::DoesNotFit | FailureReason::OutOfMemory => Code::ResourceExhausted,
+        FailureReason::Model | FailureReason::WorkerDied | FailureReason::WorkerHung | FailureReason::Protocol => {
+            Code::FailedPrecondition
+        }
+        FailureReason::Shutdown => Code::Unavailable,
+        FailureReason::Unspecified | FailureReason::InvalidRequest | FailureReason::Internal => Code::Internal,
+    };
+    let lines = failure.stderr.iter().filter(|line| !failure.message.contains(*line));
+    let message = lines.fold(failure.message.clone(), |text, line| format!("{text}\n  {line}"));
+    let name = reason.as_str_name().trim_start_matches("FAILURE_REASON_");
+    Status::with_error_details(code, message, details(name, &[("stage", failure.stage().as_str_name().to_owned())]))
 }

@@ -18,6 +18,8 @@ use crate::workers::WorkerLimits;
 
 /// No deadline is longer: one that never comes is a mistake.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
+/// Loading again takes seconds; memory that nobody has used for minutes is worth more to others.
+const KEEP_ALIVE: Duration = Duration::from_secs(5 * 60);
 /// Name of the longest socket in the runtime folder: the link, with an instance's id.
 const LINK_NAME_BYTES: usize = "/link-0123456789abcdef.sock".len();
 
@@ -369,6 +371,7 @@ impl Config {
             workers,
             drain,
             stop,
+            keep_alive: checker.span("deadlines.keep_alive", raw.deadlines.keep_alive, KEEP_ALIVE)?,
             jobs,
             shared_memory: raw.limits.shared_memory.map(|bytes| bytes.0),
             memory: checker.memory(&raw)?,

@@ -110,6 +110,8 @@ pub struct Config {
     pub drain: Duration,
     /// What workers may take from SIGTERM to their end.
     pub stop: Duration,
+    /// How long a worker stays without work.
+    pub keep_alive: Duration,
     /// Bounds on clients.
     pub jobs: Limits,
     /// Bytes of shared memory for tensors; absent: what the host has free.

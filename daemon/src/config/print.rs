@@ -63,6 +63,7 @@ impl Config {
             "deadlines.inspect" => span(workers.inspect),
             "deadlines.drain" => span(self.drain),
             "deadlines.stop" => span(self.stop),
+            "deadlines.keep_alive" => span(self.keep_alive),
             "limits.prompt_bytes" => bytes(jobs.prompt_bytes),
             "limits.steps" => jobs.steps.to_string(),
             "limits.count" => jobs.count.to_string(),

@@ -58,6 +58,7 @@ pub struct RawDeadlines {
     pub inspect: Option<Span>,
     pub drain: Option<Span>,
     pub stop: Option<Span>,
+    pub keep_alive: Option<Span>,
 }
 
 /// `[limits]`.
@@ -156,6 +157,7 @@ pub const KEYS: &[Key] = &[
     key("deadlines.inspect", Kind::Text, "what an inspection of a model folder may take"),
     key("deadlines.drain", Kind::Text, "what accepted jobs may take after SIGTERM, before they are cancelled"),
     key("deadlines.stop", Kind::Text, "what workers may take from SIGTERM to their end, before SIGKILL"),
+    key("deadlines.keep_alive", Kind::Text, "how long a worker stays without work before it goes, with all its memory"),
     key("limits.prompt_bytes", Kind::Text, "bytes of a prompt"),
     key("limits.steps", Kind::Number, "denoising steps of a request"),
     key("limits.count", Kind::Number, "images of a request"),

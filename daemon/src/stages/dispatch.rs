@@ -16,6 +16,7 @@ use sd_proto::worker::v1::{ElementType, NamedSegment, Task, TaskDone, TaskPhase,
 use tokio::time::Instant;
 
 use super::failure::{failure, of_arena, of_refusal, of_run, of_start};
+use super::operate::Pins;
 use super::plan::{Role, Slot, worker_stage};
 use super::runner::{Output, StageNews, StageOrder, StageReport, StageRunner, Stopped};
 use super::sizes::{TensorSpec, tensor};
@@ -60,10 +61,18 @@ impl Output for Tensor {
 
 /// Which process: what workers of equal keys can do for each other.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Key {
-    stage: WorkerStage,
-    dir: PathBuf,
+pub(super) struct Key {
+    pub(super) stage: WorkerStage,
+    pub(super) dir: PathBuf,
     fingerprint: String,
+}
+
+impl Key {
+    /// The kind of process that runs a stage of a request.
+    pub(super) fn of(request: &Admitted, stage: WorkerStage) -> Self {
+        let model = &request.model;
+        Self { stage, dir: model.dir.clone(), fingerprint: model.report.fingerprint.clone() }
+    }
 }
 
 /// The process of one kind.
@@ -85,13 +94,14 @@ impl Chosen {
 
 /// Runs stages in worker processes on one device.
 pub struct Dispatcher {
-    residency: Residency,
-    workers: Workers,
+    pub(super) residency: Residency,
+    pub(super) workers: Workers,
     arena: Arena,
     needs: Arc<dyn Needs>,
     device: DeviceId,
     threads: usize,
-    tasks: AtomicU64,
+    pub(super) tasks: AtomicU64,
+    pub(super) pins: Pins,
     /// The process of each kind, running or about to be started.
     chosen: Mutex<HashMap<Key, Chosen>>,
 }
@@ -117,8 +127,8 @@ impl Dispatcher {
         device: DeviceId,
         threads: usize,
     ) -> Self {
-        let (tasks, chosen) = (AtomicU64::new(1), Mutex::default());
-        Self { residency, workers, arena, needs, device, threads, tasks, chosen }
+        let (tasks, pins, chosen) = (AtomicU64::new(1), Pins::default(), Mutex::default());
+        Self { residency, workers, arena, needs, device, threads, tasks, pins, chosen }
     }
 
     fn chosen(&self) -> MutexGuard<'_, HashMap<Key, Chosen>> {
@@ -142,15 +152,20 @@ impl Dispatcher {
     }
 
     /// This process does not serve any more.
-    fn forget(&self, key: &Key, incarnation: u64) {
+    pub(super) fn forget(&self, key: &Key, incarnation: u64) {
         let mut chosen = self.chosen();
         if chosen.get(key).is_some_and(|chosen| chosen.incarnation() == incarnation) {
             chosen.remove(key);
         }
     }
 
+    /// The chosen processes of the kinds that are meant, running or not.
+    pub(super) fn chosen_of(&self, meant: impl Fn(&Key) -> bool) -> Vec<u64> {
+        self.chosen().iter().filter(|(key, _)| meant(key)).map(|(_, chosen)| chosen.incarnation()).collect()
+    }
+
     /// Retires processes of the same stage and folder that hold an older state of its files.
-    fn retire_outdated(&self, key: &Key) {
+    pub(super) fn retire_outdated(&self, key: &Key) {
         let mut chosen = self.chosen();
         let outdated: Vec<Key> = chosen
             .keys()
@@ -165,7 +180,12 @@ impl Dispatcher {
     }
 
     /// Waits for everything the run needs.
-    async fn lease(&self, order: &StageOrder<Tensor>, key: &Key, shared_memory: u64) -> Result<Granted, Stopped> {
+    pub(super) async fn lease(
+        &self,
+        order: &StageOrder<Tensor>,
+        key: &Key,
+        shared_memory: u64,
+    ) -> Result<Granted, Stopped> {
         let stage = order.run.stage;
         for _ in 0..ATTEMPTS {
             let incarnation = self.choose(key);
@@ -184,7 +204,10 @@ impl Dispatcher {
                 granted = self.residency.request(vector) => granted,
             };
             match granted {
-                Ok(granted) => return Ok(granted),
+                Ok(granted) => {
+                    self.keep_pinned(key, incarnation);
+                    return Ok(granted);
+                }
                 Err(Refusal::HolderGone { .. }) => self.forget(key, incarnation),
                 Err(refusal) => return Err(failed(of_refusal(stage, &refusal))),
             }
@@ -197,7 +220,12 @@ impl Dispatcher {
     }
 
     /// The granted process, started if it never was; `None` where it went away between the grant and now.
-    async fn worker(&self, order: &StageOrder<Tensor>, key: &Key, incarnation: u64) -> Result<Option<Worker>, Stopped> {
+    pub(super) async fn worker(
+        &self,
+        order: &StageOrder<Tensor>,
+        key: &Key,
+        incarnation: u64,
+    ) -> Result<Option<Worker>, Stopped> {
         if let Some(worker) = self.workers.get(incarnation).filter(Worker::is_usable) {
             return Ok(Some(worker));
         }
@@ -349,8 +377,7 @@ impl StageRunner for Dispatcher {
         let (Some(kind), Some(work)) = (worker_stage(stage), work(&request, &order.run)) else {
             return Err(failed(failure(FailureReason::Internal, stage, "a plan has a stage without a name")));
         };
-        let model = &request.model;
-        let key = Key { stage: kind, dir: model.dir.clone(), fingerprint: model.report.fingerprint.clone() };
+        let key = Key::of(&request, kind);
         self.retire_outdated(&key);
 
         let began = Instant::now();

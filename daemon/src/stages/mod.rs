@@ -7,13 +7,16 @@
 //! * [`failure`]: what went wrong, in the words of the public interface.
 //! * [`memory`]: how a job uses memory.
 //! * [`dryrun`]: what the worker program says that stages take, without running them.
+//! * [`operate`]: what operators do while jobs run; [`keep_alive`]: what idleness does.
 //! * [`dispatch`]: the real runner: lease → worker → task → validated output.
 
 pub mod dispatch;
 pub mod dryrun;
 pub mod failure;
+pub mod keep_alive;
 pub mod memory;
 pub mod needs;
+pub mod operate;
 pub mod plan;
 pub mod runner;
 pub mod sizes;
