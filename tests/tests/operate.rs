@@ -63,7 +63,7 @@ impl Host {
     fn stages(&self) -> Vec<String> {
         let workers = self.sandbox.processes_of("sd-worker");
         let mut stages: Vec<String> =
-            workers.iter().filter_map(|worker| worker.argument("stage").map(str::to_owned)).collect();
+            workers.iter().filter_map(|worker| worker.argument("--stage").map(str::to_owned)).collect();
         stages.sort();
         stages
     }
