@@ -3,10 +3,12 @@
 //! * [`v1`]: the public interface (`sd.v1`): generation jobs and operator control.
 //! * [`worker::v1`]: the private link between the daemon and one worker process.
 //! * [`segment`]: the layout of a tensor in shared memory, checked on both sides.
+//! * [`checkpoint`]: the layout of a denoiser's checkpoint in such a segment.
 //! * [`exit`]: exit codes of every program.
 //! * [`endpoint`]: how an address of a daemon is written, and where a daemon is looked for.
 //! * [`instance`]: what a daemon leaves on a host, and how a dead one's leftovers are told from a living one's.
 
+pub mod checkpoint;
 pub mod endpoint;
 pub mod exit;
 pub mod instance;

@@ -5,7 +5,7 @@ use std::path::Path;
 use sd_engine::formats::WeightSet;
 use sd_engine::models::{ModelError, Unet};
 use sd_engine::pipeline::{self, DenoiseInputs, DenoiseRequest, PipelineError};
-use sd_engine::sampling::{SamplerKind, ScheduleChoice, SchedulerConfig};
+use sd_engine::sampling::{Checkpoint, SamplerKind, ScheduleChoice, SchedulerConfig};
 use sd_engine::tensor;
 use sd_proto::worker::v1::task::Work;
 use sd_proto::worker::v1::{DenoiseWork, ElementType, Task};
@@ -55,11 +55,15 @@ impl StageModel for DiffusionStage {
             masked_image_latents: input("masked_image_latents")?,
         };
         let request = request(work)?;
-        let latents = pipeline::denoise(unet, config, &request, &inputs, &mut Watch::steps(control))?;
+        let resume = segment::read_resume(task)?;
+        let resume = resume.map(|body| Checkpoint::from_bytes(&body).map_err(PipelineError::from)).transpose()?;
+        let mut watch = Watch::steps(control, segment::Slots::open(task)?);
+        let latents = pipeline::denoise_from(unet, config, &request, &inputs, resume.as_ref(), &mut watch)?;
         let shape = latents.dims().to_vec();
         let values = segment::values(&latents)?;
         let output = segment::write(task, "latents", ElementType::F32, &shape, &segment::f32_bytes(&values))?;
-        Ok(Finished { outputs: vec![output], notes: Vec::new(), ..Finished::default() })
+        let resumed_at = resume.map_or(0, |checkpoint| checkpoint.done as u32);
+        Ok(Finished { outputs: vec![output], notes: watch.notes(), resumed_at, ..Finished::default() })
     }
 
     fn unload(&mut self) {

@@ -101,6 +101,8 @@ pub(crate) struct Finished {
     pub(crate) notes: Vec<String>,
     /// Why they are not what the task asked for; empty: they are.
     pub(crate) degraded: String,
+    /// The step that it went on from.
+    pub(crate) resumed_at: u32,
 }
 
 /// A stage's model, loaded on first use.
@@ -416,6 +418,7 @@ fn perform(
         streamed_bytes: moved.streamed_bytes,
         streamed_segments: moved.streamed as u64,
         degraded: finished.degraded,
+        resumed_at: finished.resumed_at,
         ..TaskDone::default()
     })
 }

@@ -1,9 +1,10 @@
 //! Tensors in shared memory, as a worker maps them: inputs are checked before their payload is read, outputs are written and then
 //! sealed. The daemon owns every segment; a worker only maps what a task names.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use sd_engine::pipeline::PipelineError;
+use sd_proto::checkpoint;
 use sd_proto::segment::{FIELDS_BYTES, HEADER_BYTES, Header, SEQUENCE_OFFSET, SegmentError, element_name};
 use sd_proto::worker::v1::{ElementType, NamedSegment, Segment, Task};
 use shared_memory::{Shmem, ShmemConf};
@@ -167,6 +168,74 @@ pub(crate) fn write(
     Ok(NamedSegment { role: role.into(), segment: Some(Segment { shape: header.shape, ..mapped.message.clone() }) })
 }
 
+/// The two slots of a denoiser for its checkpoints, written by turns; mapped for the task's whole life.
+pub(crate) struct Slots {
+    slots: Vec<Mapped>,
+    written: u64,
+}
+
+impl Slots {
+    /// The slots that a task names; `None` where it names none.
+    pub(crate) fn open(task: &Task) -> Result<Option<Self>, SegmentUseError> {
+        let named = |segment: &Segment| NamedSegment { role: "checkpoint".into(), segment: Some(segment.clone()) };
+        let slots = task.checkpoints.iter().map(|segment| Mapped::open(&named(segment)));
+        let slots = slots.collect::<Result<Vec<_>, _>>()?;
+        Ok((!slots.is_empty()).then_some(Self { slots, written: 0 }))
+    }
+
+    /// Writes a checkpoint after `step` calls into the older slot. Whoever is killed meanwhile leaves the newer one whole.
+    pub(crate) fn write(&mut self, step: u32, body: &[u8]) -> Result<(), SegmentUseError> {
+        let number = self.written + 1;
+        let mapped = &self.slots[number as usize % self.slots.len()];
+        let head = checkpoint::head(step, body);
+        let header = Header {
+            element_type: ElementType::U8,
+            shape: vec![(head.len() + body.len()) as u64],
+            capacity: mapped.message.capacity,
+            writer: mapped.message.writer,
+            sequence: number,
+        };
+        // Also finds a body that is larger than the slot.
+        let fields = header.encode().map_err(|e| mapped.header_error(e))?;
+        let message = Segment { sequence: number, shape: Vec::new(), ..mapped.message.clone() };
+        header.check(&message, mapped.memory.len() as u64).map_err(|e| mapped.header_error(e))?;
+        // SAFETY: check() found header and payload to lie inside the mapping, and the daemon reads the slots of this
+        // incarnation only after its end. The sequence is taken away before a byte of the payload changes and is stored last:
+        // the fence and the release order keep a slot from ever having a number and half a payload. Its offset is a multiple
+        // of 8 in a page-aligned mapping.
+        unsafe {
+            let base = mapped.memory.as_ptr();
+            let sequence = AtomicU64::from_ptr(base.add(SEQUENCE_OFFSET).cast::<u64>());
+            sequence.store(0, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            std::ptr::copy_nonoverlapping(head.as_ptr(), base.add(HEADER_BYTES), head.len());
+            std::ptr::copy_nonoverlapping(body.as_ptr(), base.add(HEADER_BYTES + head.len()), body.len());
+            std::ptr::copy_nonoverlapping(fields.as_ptr(), base, SEQUENCE_OFFSET);
+            sequence.store(number, Ordering::Release);
+        }
+        self.written = number;
+        Ok(())
+    }
+}
+
+/// The body of the checkpoint that a task is to go on from; `None` where it begins.
+pub(crate) fn read_resume(task: &Task) -> Result<Option<Vec<u8>>, SegmentUseError> {
+    let Some(segment) = &task.resume else { return Ok(None) };
+    let role = "checkpoint";
+    let named = NamedSegment { role: role.into(), segment: Some(segment.clone()) };
+    let input = read(&Task { inputs: vec![named], ..Task::default() }, role)?;
+    let content = |found: String| SegmentUseError::Content {
+        role: role.into(),
+        found,
+        expected: "a checkpoint that is whole".into(),
+    };
+    let Payload::U8(payload) = input.data else { return Err(content("f32".into())) };
+    match checkpoint::open(&payload) {
+        Ok((_, body)) => Ok(Some(body.to_vec())),
+        Err(error) => Err(content(format!("none: {error}"))),
+    }
+}
+
 /// The values of an engine tensor, row-major, for [`write`].
 pub(crate) fn values(tensor: &sd_engine::tensor::Tensor) -> Result<Vec<f32>, PipelineError> {
     sd_engine::tensor::to_f32(tensor).map_err(PipelineError::from)
@@ -233,5 +302,30 @@ mod tests {
         short.segment.as_mut().unwrap().capacity = 1 << 30;
         let error = read(&Task { inputs: vec![short], ..Task::default() }, "latents").unwrap_err();
         assert!(error.to_string().contains("are needed"), "{error}");
+    }
+
+    #[test]
+    fn checkpoints_are_written_by_turns_and_the_newest_counts() {
+        let owned = [
+            segment("checkpoint", ElementType::U8, &[], 256),
+            segment("checkpoint", ElementType::U8, &[], 256),
+        ];
+        let messages = || owned.iter().map(|owned| owned.named.segment.clone().unwrap()).collect();
+        let task = Task { checkpoints: messages(), ..Task::default() };
+        let mut slots = Slots::open(&task).unwrap().unwrap();
+        let resumed = |slot: usize, sequence: u64, length: usize| {
+            let shape = vec![(checkpoint::HEAD_BYTES + length) as u64];
+            let message = Segment { sequence, shape, ..task.checkpoints[slot].clone() };
+            read_resume(&Task { resume: Some(message), ..Task::default() })
+        };
+        for step in 1..=4u32 {
+            slots.write(step, &vec![step as u8; 10 + step as usize]).unwrap();
+        }
+        assert_eq!(resumed(0, 4, 14).unwrap().unwrap(), [4; 14]);
+        assert_eq!(resumed(1, 3, 13).unwrap().unwrap(), [3; 13]);
+        assert!(slots.write(5, &[0; 256]).is_err(), "larger than the slot");
+        assert_eq!(resumed(1, 3, 13).unwrap().unwrap(), [3; 13], "and nothing was touched");
+        assert!(Slots::open(&Task::default()).unwrap().is_none());
+        assert_eq!(read_resume(&Task::default()).unwrap(), None);
     }
 }

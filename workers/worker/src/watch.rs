@@ -6,12 +6,14 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use sd_engine::pipeline::StageObserver;
+use sd_engine::pipeline::{PipelineError, StageObserver};
 use sd_engine::residency::SegmentEvent;
+use sd_engine::sampling::Checkpoint;
 use sd_engine::tensor::{self, Tensor};
 use sd_proto::worker::v1::TaskPhase;
 
 use crate::runner::Control;
+use crate::segment::Slots;
 
 /// Names the folder that traced tensors are written to. A trace costs time and disk; it is for finding differences.
 const TRACE_VARIABLE: &str = "SDD_WORKER_TRACE";
@@ -20,18 +22,26 @@ const TRACE_VARIABLE: &str = "SDD_WORKER_TRACE";
 pub(crate) struct Watch<'a> {
     control: &'a Control<'a>,
     step: Option<(usize, usize)>,
+    slots: Option<Slots>,
+    /// Why no checkpoint could be kept.
+    unkept: Option<String>,
     trace: Option<Trace>,
 }
 
 impl<'a> Watch<'a> {
     /// Progress is counted in blocks, until the first step is reported.
     pub(crate) fn blocks(control: &'a Control<'a>) -> Self {
-        Self { control, step: None, trace: Trace::from_environment() }
+        Self { control, step: None, slots: None, unkept: None, trace: Trace::from_environment() }
     }
 
-    /// Progress is counted in `total` steps.
-    pub(crate) fn steps(control: &'a Control<'a>) -> Self {
-        Self { step: Some((0, 0)), ..Self::blocks(control) }
+    /// Progress is counted in steps, and checkpoints are left in `slots`.
+    pub(crate) fn steps(control: &'a Control<'a>, slots: Option<Slots>) -> Self {
+        Self { step: Some((0, 0)), slots, ..Self::blocks(control) }
+    }
+
+    /// What people may want to know of the run.
+    pub(crate) fn notes(self) -> Vec<String> {
+        self.unkept.into_iter().collect()
     }
 }
 
@@ -44,6 +54,17 @@ impl StageObserver for Watch<'_> {
     fn on_step(&mut self, done: usize, total: usize) -> ControlFlow<()> {
         self.step = Some((done, total));
         self.control.step(TaskPhase::Computing, done as u64, total as u64)
+    }
+
+    fn on_checkpoint(&mut self, make: &dyn Fn() -> Result<Checkpoint, PipelineError>) -> Result<(), PipelineError> {
+        let Some(slots) = &mut self.slots else { return Ok(()) };
+        let checkpoint = make()?;
+        if let Err(error) = slots.write(checkpoint.done as u32, &checkpoint.to_bytes()) {
+            // The picture does not depend on it; the next steps would fail in the same way.
+            self.unkept = Some(format!("this run could not keep checkpoints: {error}"));
+            self.slots = None;
+        }
+        Ok(())
     }
 
     fn on_tensor(&mut self, name: &str, tensor: &Tensor) {

@@ -6,7 +6,8 @@ use super::{PipelineError, StageObserver};
 use crate::models::Unet;
 use crate::residency::SegmentEvent;
 use crate::sampling::{
-    self, Generator, NoiseSource as _, Sampler, SamplerKind, SamplerRequest, ScheduleChoice, SchedulerConfig,
+    self, Checkpoint, Generator, NoiseSource as _, Sampler, SamplerKind, SamplerRequest, SavedTensor, ScheduleChoice,
+    SchedulerConfig,
 };
 
 /// How one image is denoised.
@@ -60,6 +61,22 @@ pub fn denoise(
     inputs: &DenoiseInputs,
     observer: &mut dyn StageObserver,
 ) -> Result<Tensor, PipelineError> {
+    denoise_from(unet, config, request, inputs, None, observer)
+}
+
+/// Goes on with a run that was interrupted after `checkpoint`, or begins it. The same request and inputs give the same latents,
+/// bit for bit, however often the run was interrupted.
+///
+/// # Errors
+/// As [`denoise`]; a checkpoint that is not of this run.
+pub fn denoise_from(
+    unet: &Unet,
+    config: &SchedulerConfig,
+    request: &DenoiseRequest,
+    inputs: &DenoiseInputs,
+    checkpoint: Option<&Checkpoint>,
+    observer: &mut dyn StageObserver,
+) -> Result<Tensor, PipelineError> {
     let mut sampler = sampling::build(
         config,
         &SamplerRequest {
@@ -85,8 +102,16 @@ pub fn denoise(
     let scale = (!guided).then_some(request.guidance_scale);
     let mut run = unet.begin(&inputs.conditioning, scale)?;
     let (first, calls, total) = (sampler.start(), sampler.timesteps().len(), sampler.model_calls());
-    unet.residency().expect(calls - first);
-    for index in first..calls {
+    let mut begin = first;
+    if let Some(checkpoint) = checkpoint {
+        check(checkpoint, &*sampler, &latents)?;
+        sampler.restore(&checkpoint.history, latents.device())?;
+        latents = checkpoint.latents.load(latents.device())?;
+        generator = checkpoint.generator.clone();
+        begin += checkpoint.done;
+    }
+    unet.residency().expect(calls - begin);
+    for index in begin..calls {
         let done = index - first;
         let mut input = painter.input(&sampler.scale_model_input(&latents, index)?)?;
         if guided {
@@ -103,6 +128,16 @@ pub fn denoise(
         latents = sampler.step(&output, index, &latents, &mut generator)?;
         latents = painter.keep(latents, &noise, index, &*sampler)?;
         observer.on_tensor(&format!("step.{done}.latents"), &latents);
+        observer.on_checkpoint(&|| {
+            Ok(Checkpoint {
+                sampler: sampler.kind(),
+                done: done + 1,
+                total,
+                latents: SavedTensor::save(&latents)?,
+                history: sampler.history()?,
+                generator: generator.clone(),
+            })
+        })?;
         if observer.on_step(done + 1, total).is_break() && done + 1 < total {
             return Err(PipelineError::Cancelled);
         }
@@ -111,6 +146,22 @@ pub fn denoise(
         return Err(PipelineError::NonFinite { what: "the latents" });
     }
     Ok(latents)
+}
+
+/// Whether a checkpoint is one of this run.
+fn check(checkpoint: &Checkpoint, sampler: &dyn Sampler, latents: &Tensor) -> Result<(), PipelineError> {
+    let (kind, total) = (sampler.kind(), sampler.model_calls());
+    if checkpoint.sampler != kind || checkpoint.total != total || checkpoint.done > total {
+        let Checkpoint { sampler, done, total: of, .. } = checkpoint;
+        let text = format!("a checkpoint after {done} of {of} calls of {sampler} was given to a run of {total} of {kind}");
+        return Err(PipelineError::Internal(text));
+    }
+    if checkpoint.latents.shape != latents.dims() {
+        let (found, expected) = (&checkpoint.latents.shape, latents.dims());
+        let text = format!("a checkpoint of shape {found:?} was given to a run of shape {expected:?}");
+        return Err(PipelineError::Internal(text));
+    }
+    Ok(())
 }
 
 /// Classifier-free guidance (Ho & Salimans 2022): `negative + scale × (positive − negative)`, rows in that order.

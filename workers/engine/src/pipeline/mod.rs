@@ -11,7 +11,7 @@ mod observer;
 mod vae_encode;
 
 pub use decode::decode;
-pub use denoise::{DenoiseInputs, DenoiseRequest, denoise};
+pub use denoise::{DenoiseInputs, DenoiseRequest, denoise, denoise_from};
 pub use encode::{EncodeRequest, Encoded, encode};
 pub use error::{PipelineError, blame};
 pub use image::{SourceImage, SourceMask};

@@ -15,6 +15,7 @@
 //! }
 //! ```
 
+mod checkpoint;
 mod config;
 mod ddim;
 mod dpmpp;
@@ -31,6 +32,7 @@ mod unipc;
 
 use candle_core::Tensor;
 
+pub use checkpoint::Checkpoint;
 pub use config::{BetaSchedule, FinalSigma, PredictionType, SchedulerConfig, TimestepSpacing};
 pub use history::{History, SavedTensor};
 pub use kind::{SamplerKind, Schedule, ScheduleChoice, sampler_and_schedule};

@@ -9,6 +9,7 @@
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::checkpoint::{In, Out};
 use super::{NoiseSource, SamplingError};
 
 /// Words of Mersenne Twister state.
@@ -72,6 +73,22 @@ impl Generator {
             words[i] = 1_812_433_253u32.wrapping_mul(previous ^ (previous >> 30)).wrapping_add(i as u32);
         }
         Self { words, next: WORDS, spare: None }
+    }
+
+    /// Writes the state into a checkpoint.
+    pub(super) fn write(&self, out: &mut Out) {
+        out.number(self.next);
+        out.0.push(u8::from(self.spare.is_some()));
+        out.0.extend(self.spare.map_or(0, f64::to_bits).to_le_bytes());
+        self.words.iter().for_each(|word| out.word(*word));
+    }
+
+    /// Reads the state that [`Generator::write`] wrote.
+    pub(super) fn read(from: &mut In<'_>) -> Result<Self, SamplingError> {
+        let next = from.number()?;
+        let (has_spare, bits) = (from.byte()? != 0, from.long()?);
+        let words = (0..WORDS).map(|_| from.word()).collect::<Result<_, _>>()?;
+        GeneratorState { words, next, spare: has_spare.then_some(bits) }.try_into()
     }
 
     /// The next 32 random bits.
