@@ -394,6 +394,8 @@ impl Parts {
             id,
             config.threads,
         );
+        let dispatcher = dispatcher.explained_in(journal.clone()).remembering(config.cache);
+        let quarantine = dispatcher.quarantine();
         let registry = Registry::new(config.models.clone(), Arc::new(workers.clone()));
         let admission = Admission::new(registry, config.jobs.clone(), needs);
         let dispatcher = Arc::new(dispatcher);
@@ -410,6 +412,7 @@ impl Parts {
             overview,
             journal,
             operator: Arc::new(Operating(dispatcher)),
+            quarantine,
             ending: ending.clone(),
             shutdown: shutdown.clone(),
             drain_grace: config.drain,

@@ -53,12 +53,13 @@ pub enum PictureError {
     Encode(#[from] png::EncodingError),
 }
 
-/// Encodes image `index` of a request. Equal inputs give equal bytes. Takes milliseconds of computing: not for an
+/// Encodes image `index` of a request; `degraded` says why it is not what the plan promised at admission, where it is not.
+/// Equal inputs give equal bytes. Takes milliseconds of computing: not for an
 /// async thread.
 ///
 /// # Errors
 /// Pixels of another size than they say.
-pub fn encode(pixels: &Pixels, request: &Admitted, index: u32) -> Result<Picture, PictureError> {
+pub fn encode(pixels: &Pixels, request: &Admitted, index: u32, degraded: &str) -> Result<Picture, PictureError> {
     let expected = 3 * u64::from(pixels.width) * u64::from(pixels.height);
     if pixels.rgb.len() as u64 != expected {
         let Pixels { width, height, ref rgb } = *pixels;
@@ -76,7 +77,11 @@ pub fn encode(pixels: &Pixels, request: &Admitted, index: u32) -> Result<Picture
     } else {
         encoder.add_itxt_chunk("parameters".into(), parameters.clone())?;
     }
-    encoder.add_itxt_chunk("sd".into(), record(request, index).to_string())?;
+    let mut record = record(request, index);
+    if !degraded.is_empty() {
+        record["degraded"] = degraded.into();
+    }
+    encoder.add_itxt_chunk("sd".into(), record.to_string())?;
     let mut writer = encoder.write_header()?;
     writer.write_image_data(&pixels.rgb)?;
     writer.finish()?;
@@ -265,7 +270,7 @@ mod tests {
         request.sampler = Sampler::Dpmpp2m;
         request.schedule = Schedule::Karras;
         request.clip_skip = 2;
-        let picture = encode(&pixels(16, 8), &request, 2).unwrap();
+        let picture = encode(&pixels(16, 8), &request, 2, "").unwrap();
         let (prompt, negative, fields) = read_back(&picture.parameters);
         assert_eq!(prompt, request.prompt);
         assert_eq!(negative, request.negative_prompt);
@@ -288,6 +293,15 @@ mod tests {
     }
 
     #[test]
+    fn a_picture_that_is_not_what_was_promised_says_why() {
+        let degraded = |why: &str| {
+            let picture = encode(&pixels(8, 8), &fixtures::admitted(), 0, why).unwrap();
+            String::from_utf8_lossy(&picture.png).contains("\"degraded\":\"made in tiles\"")
+        };
+        assert!(degraded("made in tiles") && !degraded(""));
+    }
+
+    #[test]
     fn a_value_with_a_comma_is_quoted_and_read_back_whole() {
         let mut request = fixtures::admitted();
         request.model = std::sync::Arc::new(crate::models::Model {
@@ -304,7 +318,7 @@ mod tests {
         let mut request = fixtures::admitted();
         for (prompt, kind) in [("café à la crème", "tEXt"), ("a 🍕 and 猫", "iTXt")] {
             request.prompt = prompt.into();
-            let picture = encode(&pixels(8, 8), &request, 0).unwrap();
+            let picture = encode(&pixels(8, 8), &request, 0, "").unwrap();
             let chunks = chunks(&picture.png);
             let (_, found, text) = chunks.iter().find(|(keyword, _, _)| keyword == "parameters").unwrap();
             assert_eq!((*found, text), (kind, &picture.parameters));
@@ -318,7 +332,7 @@ mod tests {
         request.count = 4;
         let (image, mask) = (ImageFile::new(&[7; 1000]), ImageFile::new(b"mask"));
         request.initial = Some(InitialImage { image: image.clone(), mask: Some(mask), strength: 0.75 });
-        let picture = encode(&pixels(8, 8), &request, 1).unwrap();
+        let picture = encode(&pixels(8, 8), &request, 1, "").unwrap();
         let chunks = chunks(&picture.png);
         let (_, kind, text) = chunks.iter().find(|(keyword, _, _)| keyword == "sd").unwrap();
         assert_eq!(*kind, "iTXt");
@@ -340,14 +354,15 @@ mod tests {
         let (mut two, mut one) = (fixtures::admitted(), fixtures::admitted());
         (two.count, two.seed) = (2, 41);
         (one.count, one.seed) = (1, 42);
-        let (of_two, of_one) = (encode(&pixels(24, 16), &two, 1).unwrap(), encode(&pixels(24, 16), &one, 0).unwrap());
+        let (of_two, of_one) =
+            (encode(&pixels(24, 16), &two, 1, "").unwrap(), encode(&pixels(24, 16), &one, 0, "").unwrap());
         assert!(of_two == of_one);
     }
 
     #[test]
     fn the_pixels_survive() {
         let pixels = pixels(40, 24);
-        let picture = encode(&pixels, &fixtures::admitted(), 0).unwrap();
+        let picture = encode(&pixels, &fixtures::admitted(), 0, "").unwrap();
         let mut reader = png::Decoder::new(std::io::Cursor::new(&picture.png)).read_info().unwrap();
         let mut read = vec![0; reader.output_buffer_size().unwrap()];
         let info = reader.next_frame(&mut read).unwrap();
@@ -355,7 +370,7 @@ mod tests {
         assert!(read == pixels.rgb);
 
         let short = Pixels { width: 41, ..pixels };
-        let error = encode(&short, &fixtures::admitted(), 0).unwrap_err();
+        let error = encode(&short, &fixtures::admitted(), 0, "").unwrap_err();
         assert!(matches!(error, PictureError::Size { expected: 2952, found: 2880, .. }), "{error}");
     }
 }

@@ -91,7 +91,7 @@ impl StageRunner for FakeRunner {
         let size = Size(order.request.width, order.request.height);
         let outputs: BTreeMap<_, _> = order.run.outputs.iter().map(|slot| (*slot, size.clone())).collect();
         let (waited, loaded, computed) = (Duration::ZERO, Duration::ZERO, Duration::from_millis(3));
-        Ok(StageReport { outputs, waited, loaded, computed })
+        Ok(StageReport::new(&order, outputs, waited, loaded, computed))
     }
 }
 
@@ -235,6 +235,7 @@ impl Daemon {
             overview: Arc::new(FakeOverview),
             journal: journal.clone(),
             operator: operator.clone(),
+            quarantine: sdd::stages::Quarantine::default(),
             ending: ending.clone(),
             shutdown: ended.clone(),
             drain_grace: Duration::from_secs(1),

@@ -6,7 +6,9 @@ use hyper_util::rt::TokioIo;
 use sd_proto::MAX_MESSAGE_BYTES;
 use sd_proto::v1::control_client::ControlClient;
 use sd_proto::v1::generation_client::GenerationClient;
-use sd_proto::v1::{FitRequest, FitResponse, GenerateRequest, ImageRequest, JobEvent, job_event::Event};
+use sd_proto::v1::{
+    FitRequest, FitResponse, GenerateRequest, GetRequest, ImageRequest, Job, JobEvent, job_event::Event,
+};
 use tokio::net::UnixStream;
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
@@ -79,6 +81,37 @@ impl Calls {
             ran.events.push(event);
         }
         Ok(ran)
+    }
+
+    /// Runs a job until an event for which `enough` is true, and goes away then; the job, where it ended before.
+    ///
+    /// # Errors
+    /// The daemon refuses the request, or its stream breaks.
+    pub async fn run_until(
+        &self,
+        image: ImageRequest,
+        mut enough: impl FnMut(&JobEvent) -> bool,
+    ) -> Result<Option<Ran>, Status> {
+        let request = GenerateRequest { image: Some(image), keep: false };
+        let mut stream = self.generation.clone().generate(request).await?.into_inner();
+        let mut events = Vec::new();
+        while let Some(response) = stream.message().await? {
+            let Some(event) = response.event else { continue };
+            if enough(&event) {
+                return Ok(None);
+            }
+            events.push(event);
+        }
+        Ok(Some(Ran { events, pictures: Vec::new() }))
+    }
+
+    /// A job as it stands.
+    ///
+    /// # Errors
+    /// There is none of that name.
+    pub async fn job(&self, id: &str) -> Result<Job, Status> {
+        let got = self.generation.clone().get(GetRequest { job_id: id.into() }).await?.into_inner();
+        got.job.ok_or_else(|| Status::internal("an answer without a job"))
     }
 
     /// What a request would need.

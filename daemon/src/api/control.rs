@@ -24,6 +24,7 @@ use crate::config::Value;
 use crate::jobs::{Admission, Jobs};
 use crate::journal::Journal;
 use crate::models::{Listed, Model};
+use crate::stages::Quarantine;
 use crate::stages::operate::Operator;
 
 /// What a daemon says of itself.
@@ -50,6 +51,8 @@ pub struct Backing {
     pub journal: Journal,
     /// Who does what operators ask for.
     pub operator: Arc<dyn Operator>,
+    /// Stages that are not started any more.
+    pub quarantine: Quarantine,
     /// Fires when the daemon ends: streams without an end of their own end then.
     pub ending: CancellationToken,
     /// To be fired to end the daemon.

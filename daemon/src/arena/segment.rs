@@ -165,6 +165,18 @@ impl SegmentHandle {
         self.check(&self.message(&[]))
     }
 
+    /// The header of a slot that its writer fills again and again: the sequence is the writer's own count.
+    ///
+    /// # Errors
+    /// [`ArenaError::Segment`] for every way in which it does not describe a tensor of this segment.
+    pub fn read_slot(&self) -> Result<Header, ArenaError> {
+        let (header, length) = self.decode()?;
+        let message = Segment { sequence: header.sequence, ..self.message(&[]) };
+        let wrong = |source| ArenaError::Segment { name: self.inner.name.clone(), source };
+        header.check(&message, length).map_err(wrong)?;
+        Ok(header)
+    }
+
     /// Checks a writer's claim that it has sealed this segment: the message names this segment as it was handed out, the
     /// header holds in itself and repeats the message, and the file is still long enough for both.
     ///
@@ -198,6 +210,14 @@ impl SegmentHandle {
     }
 
     fn check(&self, message: &Segment) -> Result<Header, ArenaError> {
+        let (header, length) = self.decode()?;
+        let wrong = |source| ArenaError::Segment { name: self.inner.name.clone(), source };
+        header.check(message, length).map_err(wrong)?;
+        Ok(header)
+    }
+
+    /// The header as it stands, checked in itself alone, and the bytes of the file.
+    fn decode(&self) -> Result<(Header, u64), ArenaError> {
         let wrong = |source| ArenaError::Segment { name: self.inner.name.clone(), source };
         let length = self.length()?;
         let mut fields = [0u8; FIELDS_BYTES];
@@ -207,9 +227,7 @@ impl SegmentHandle {
         // One copy out of shared memory, then only the copy is looked at. The read goes through the descriptor: a
         // segment that its worker truncates meanwhile reads short instead of raising SIGBUS in the daemon.
         self.read_at(&mut fields, 0)?;
-        let header = Header::decode(&fields).map_err(wrong)?;
-        header.check(message, length).map_err(wrong)?;
-        Ok(header)
+        Ok((Header::decode(&fields).map_err(wrong)?, length))
     }
 
     /// Copies the payload that `header` (from [`SegmentHandle::validate`]) describes.

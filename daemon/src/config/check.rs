@@ -14,6 +14,7 @@ use crate::ids::DeviceId;
 use crate::jobs::Limits;
 use crate::models::RegistryConfig;
 use crate::residency::Budget;
+use crate::stages::CacheConfig;
 use crate::workers::WorkerLimits;
 
 /// No deadline is longer: one that never comes is a mistake.
@@ -374,6 +375,10 @@ impl Config {
             keep_alive: checker.span("deadlines.keep_alive", raw.deadlines.keep_alive, KEEP_ALIVE)?,
             jobs,
             shared_memory: raw.limits.shared_memory.map(|bytes| bytes.0),
+            cache: CacheConfig {
+                bytes: raw.cache.conditioning.map_or(CacheConfig::default().bytes, |bytes| bytes.0),
+                shared: raw.cache.share_conditioning.unwrap_or(false),
+            },
             memory: checker.memory(&raw)?,
             log_filter,
             log_format,

@@ -32,6 +32,7 @@ use crate::ids::DeviceId;
 use crate::jobs::Limits;
 use crate::models::RegistryConfig;
 use crate::residency::Budget;
+use crate::stages::CacheConfig;
 use crate::workers::WorkerLimits;
 
 /// Why the configuration is refused; `sdd` exits with 64 then, before anything is bound.
@@ -100,6 +101,8 @@ pub struct Config {
     pub threads: usize,
     /// The worker program; exists and can be run.
     pub worker_binary: PathBuf,
+    /// What is remembered of encoded prompts.
+    pub cache: CacheConfig,
     /// What may be leased of each device.
     pub devices: BTreeMap<DeviceId, Budget>,
     /// Devices that other daemons may use at the same time, each within its budget.

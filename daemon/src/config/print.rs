@@ -75,6 +75,8 @@ impl Config {
             "limits.ended_jobs" => jobs.ended_jobs.to_string(),
             "limits.ended_bytes" => bytes(jobs.ended_bytes),
             "limits.shared_memory" => quoted(ByteSize(self.shared_memory?)),
+            "cache.conditioning" => quoted(ByteSize(self.cache.bytes)),
+            "cache.share_conditioning" => self.cache.shared.to_string(),
             "log.filter" => quoted(&self.log_filter),
             "log.format" => quoted(match self.log_format {
                 LogFormat::Text => "text",

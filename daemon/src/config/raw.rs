@@ -30,6 +30,7 @@ pub struct Raw {
     pub devices: BTreeMap<String, RawDevice>,
     pub deadlines: RawDeadlines,
     pub limits: RawLimits,
+    pub cache: RawCache,
     pub memory: RawMemory,
     pub model_memory: BTreeMap<String, RawMemory>,
     pub log: RawLog,
@@ -77,6 +78,15 @@ pub struct RawLimits {
     pub ended_jobs: Option<u32>,
     pub ended_bytes: Option<ByteSize>,
     pub shared_memory: Option<ByteSize>,
+}
+
+/// `[cache]`.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[allow(missing_docs)]
+pub struct RawCache {
+    pub conditioning: Option<ByteSize>,
+    pub share_conditioning: Option<bool>,
 }
 
 /// `[log]`.
@@ -169,6 +179,16 @@ pub const KEYS: &[Key] = &[
     key("limits.ended_jobs", Kind::Number, "ended jobs that can still be looked up"),
     key("limits.ended_bytes", Kind::Text, "bytes of pictures kept of ended jobs"),
     key("limits.shared_memory", Kind::Text, "bytes of shared memory for tensors; default: what /dev/shm has free"),
+    key(
+        "cache.conditioning",
+        Kind::Text,
+        "bytes of encoded prompts that are remembered, at most a quarter of shared memory; 0: none",
+    ),
+    key(
+        "cache.share_conditioning",
+        Kind::Switch,
+        "let one client's encoded prompts serve others: how fast an answer comes then tells what others asked",
+    ),
     key(
         "memory.preset",
         Kind::Text,

@@ -20,6 +20,7 @@ use super::store::duration;
 use crate::ids::{JobId, Tenant};
 use crate::picture;
 use crate::stages::plan::{Slot, StagePlan, StageRun};
+use crate::stages::resume::Survival;
 use crate::stages::runner::{StageNews, StageOrder, StageReport, StageRunner, Stopped};
 
 /// Least time between two events about bytes loaded. Steps are told one by one.
@@ -70,38 +71,39 @@ pub async fn drive<R: StageRunner>(runner: Arc<R>, job: Assignment) -> DriverEnd
     let mut held: BTreeMap<Slot, R::Output> = BTreeMap::new();
     let of = job.plan.runs().len() as u32;
     let mut told = 0;
+    let mut course = Course { request: job.request.clone(), survival: Survival::default() };
     for (index, run) in job.plan.runs().iter().enumerate() {
         if job.stop.is_cancelled() {
             return DriverEnd::Stopped;
         }
         let began = Instant::now();
-        let report = match run_stage(&*runner, &job, run, (index as u32 + 1, of), &held, &mut told).await {
+        let report = match run_stage(&*runner, &job, run, (index as u32 + 1, of), &course, &held, &mut told).await {
             Ok(report) => report,
             Err(Stopped::Asked) => return DriverEnd::Stopped,
             Err(Stopped::Failed(failure)) => return DriverEnd::Failed(failure),
         };
-        let timing = StageTiming {
-            stage: run.stage as i32,
-            image_index: run.image,
-            waited: Some(duration(report.waited)),
-            loaded: Some(duration(report.loaded)),
-            computed: Some(duration(report.computed)),
-            total: Some(duration(began.elapsed())),
-            ..StageTiming::default()
-        };
-        let finished = StageFinished { stage: run.stage as i32, image_index: run.image, timing: Some(timing) };
-        job.tell(Entry::StageFinished(finished)).await;
+        let (stage, image_index) = (run.stage as i32, run.image);
+        let timing = StageTiming { stage, image_index, total: Some(duration(began.elapsed())), ..report.timing };
+        job.tell(Entry::StageFinished(StageFinished { stage, image_index, timing: Some(timing) })).await;
 
+        course = Course { request: report.request, survival: report.survival };
         held.extend(report.outputs);
         if run.stage == Stage::Decode {
-            match paint(&job, run, &mut held).await {
+            match paint(&course, run, &mut held).await {
                 Ok(image) => job.tell(Entry::Image(image)).await,
                 Err(failure) => return DriverEnd::Failed(failure),
             }
         }
         held.retain(|slot, _| job.plan.needed_from(*slot, index + 1));
     }
-    DriverEnd::Completed
+    DriverEnd::Completed { degraded: course.survival.why_degraded() }
+}
+
+/// How a job goes on after what it has survived.
+struct Course {
+    /// The request as it is run now.
+    request: Arc<Admitted>,
+    survival: Survival,
 }
 
 async fn run_stage<R: StageRunner>(
@@ -109,6 +111,7 @@ async fn run_stage<R: StageRunner>(
     job: &Assignment,
     run: &StageRun,
     (number, of): (u32, u32),
+    course: &Course,
     held: &BTreeMap<Slot, R::Output>,
     told: &mut u32,
 ) -> Result<StageReport<R::Output>, Stopped> {
@@ -116,7 +119,8 @@ async fn run_stage<R: StageRunner>(
     let order = StageOrder {
         job: job.job.clone(),
         tenant: job.tenant.clone(),
-        request: job.request.clone(),
+        request: course.request.clone(),
+        survival: course.survival.clone(),
         run: run.clone(),
         inputs: run.inputs.iter().filter_map(|slot| Some((*slot, held.get(slot)?.clone()))).collect(),
         stop: job.stop.clone(),
@@ -200,7 +204,7 @@ impl Teller<'_> {
 
 /// Makes the picture of a decoded image.
 async fn paint<O: crate::stages::runner::Output>(
-    job: &Assignment,
+    course: &Course,
     run: &StageRun,
     held: &mut BTreeMap<Slot, O>,
 ) -> Result<ImageReady, Failure> {
@@ -213,12 +217,13 @@ async fn paint<O: crate::stages::runner::Output>(
     let Some(output) = run.outputs.first().and_then(|slot| held.remove(slot)) else {
         return Err(internal("the decode stage reported no pixels: this is a bug of sdd".into()));
     };
-    let (request, index) = (job.request.clone(), run.image);
+    let (request, index, degraded) = (course.request.clone(), run.image, course.survival.why_degraded());
     // Copying and compressing takes milliseconds: not on a thread that serves others.
     let painted = tokio::task::spawn_blocking(move || {
         let pixels = output.pixels()?;
         drop(output);
-        let picture = picture::encode(&pixels, &request, index).map_err(|error| internal(error.to_string()))?;
+        let picture =
+            picture::encode(&pixels, &request, index, &degraded).map_err(|error| internal(error.to_string()))?;
         Ok(ImageReady {
             index,
             seed: request.image_seed(index),

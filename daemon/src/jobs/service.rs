@@ -526,9 +526,12 @@ impl<R: StageRunner> Owner<R> {
         if let (Input::Driver(Entry::StageFinished(finished)), false) = (&input, record.state.is_ended())
             && let (Some(timing), Some(living)) = (&finished.timing, &record.living)
         {
-            let took =
-                [&timing.loaded, &timing.computed].into_iter().filter_map(|d| Duration::try_from((*d)?).ok()).sum();
-            self.durations.learn(finished.stage(), &living.request, took);
+            // A result that was remembered says nothing about how long the stage takes.
+            if !timing.cached {
+                let took =
+                    [&timing.loaded, &timing.computed].into_iter().filter_map(|d| Duration::try_from((*d)?).ok()).sum();
+                self.durations.learn(finished.stage(), &living.request, took);
+            }
             record.note_stage(*timing);
         }
         let was_running = record.state.is_running();
@@ -590,10 +593,9 @@ impl<R: StageRunner> Owner<R> {
                 }
                 record.note_end();
                 let event = match ending {
-                    Ending::Succeeded => job_event::Event::Succeeded(Succeeded {
-                        timings: Some(record.timings()),
-                        ..Succeeded::default()
-                    }),
+                    Ending::Succeeded { degraded } => {
+                        job_event::Event::Succeeded(Succeeded { timings: Some(record.timings()), degraded })
+                    }
                     Ending::Failed(failure) => job_event::Event::Failed(failure),
                     Ending::Cancelled(cancelled) => job_event::Event::Cancelled(cancelled),
                 };

@@ -22,7 +22,10 @@ use sd_proto::v1::{
 #[derive(Debug, Clone, PartialEq)]
 pub enum Ending {
     /// Every image is there.
-    Succeeded,
+    Succeeded {
+        /// Why the pictures are not what was promised at admission; empty: they are.
+        degraded: String,
+    },
     /// It failed.
     Failed(Failure),
     /// Somebody cancelled it.
@@ -34,7 +37,7 @@ impl Ending {
     pub fn is_shutdown(&self) -> bool {
         match self {
             Self::Failed(failure) => failure.reason() == FailureReason::Shutdown,
-            Self::Succeeded | Self::Cancelled(_) => false,
+            Self::Succeeded { .. } | Self::Cancelled(_) => false,
         }
     }
 }
@@ -90,7 +93,10 @@ pub enum State {
 #[derive(Debug, Clone, PartialEq)]
 pub enum DriverEnd {
     /// Every stage run is done.
-    Completed,
+    Completed {
+        /// Why the pictures are not what was promised at admission; empty: they are.
+        degraded: String,
+    },
     /// A stage failed for good.
     Failed(Failure),
     /// It was told to stop.
@@ -151,7 +157,9 @@ impl State {
                 let (stage, images) = advance(stage, images, &entry);
                 (Self::Running { stage, images }, vec![Effect::Record(entry)])
             }
-            (Self::Running { images, .. }, Input::DriverEnded(DriverEnd::Completed)) => end(images, Ending::Succeeded),
+            (Self::Running { images, .. }, Input::DriverEnded(DriverEnd::Completed { degraded })) => {
+                end(images, Ending::Succeeded { degraded })
+            }
             (Self::Running { images, .. }, Input::DriverEnded(DriverEnd::Failed(failure))) => {
                 end(images, Ending::Failed(failure))
             }
@@ -213,7 +221,7 @@ impl State {
         match self {
             Self::Queued => JobState::Queued,
             Self::Running { .. } | Self::Stopping { .. } => JobState::Running,
-            Self::Ended { ending: Ending::Succeeded, .. } => JobState::Succeeded,
+            Self::Ended { ending: Ending::Succeeded { .. }, .. } => JobState::Succeeded,
             Self::Ended { ending: Ending::Failed(_), .. } => JobState::Failed,
             Self::Ended { ending: Ending::Cancelled(_), .. } => JobState::Cancelled,
         }
@@ -281,7 +289,7 @@ mod tests {
             Just(Input::Driver(Entry::Image(ImageReady::default()))),
             Just(Input::Driver(Entry::Note(Note::default()))),
             Just(Input::Driver(Entry::Decision(Box::default()))),
-            Just(Input::DriverEnded(DriverEnd::Completed)),
+            Just(Input::DriverEnded(DriverEnd::Completed { degraded: String::new() })),
             Just(Input::DriverEnded(DriverEnd::Failed(failure()))),
             Just(Input::DriverEnded(DriverEnd::Stopped)),
             Just(Input::Cancel { reason: "c".into() }),
@@ -341,7 +349,7 @@ mod tests {
         let (state, _) = State::Queued.step(Input::Dispatch);
         let (state, effects) = state.step(Input::Cancel { reason: "by its owner".into() });
         assert_eq!(effects, [Effect::Stop]);
-        let (state, effects) = state.step(Input::DriverEnded(DriverEnd::Completed));
+        let (state, effects) = state.step(Input::DriverEnded(DriverEnd::Completed { degraded: String::new() }));
         assert_eq!(state.to_proto(), JobState::Cancelled);
         assert_eq!(effects, [Effect::End(Ending::Cancelled(Cancelled { reason: "by its owner".into() }))]);
     }

@@ -115,7 +115,7 @@ impl StageRunner for FakeRunner {
             (*slot, FakeOutput { size, _alive: Arc::new(Alive(self.outputs.clone())) })
         };
         let outputs: BTreeMap<_, _> = order.run.outputs.iter().map(output).collect();
-        Ok(StageReport { outputs, waited, loaded: Duration::ZERO, computed: duration })
+        Ok(StageReport::new(&order, outputs, waited, Duration::ZERO, duration))
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! For one run: choose the process that is to do it (the warm one of that stage, model and device, or a new one), ask the
 //! residency for everything it needs at once, start the process if it is not running, create the outputs, take the
-//! device's compute token, send the task, and believe its result only after the headers in shared memory were checked.
+//! device's compute token, send the task, and believe its result only after the headers in shared memory were checked. A run
+//! whose worker does not survive it is attempted again, as far as the job's [`Survival`](super::resume::Survival) allows.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -10,26 +11,33 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use sd_proto::segment::Header;
-use sd_proto::v1::{Failure, FailureReason, ProgressPhase, Stage};
-use sd_proto::worker::v1::{ElementType, NamedSegment, Task, TaskDone, TaskPhase, WorkerStage};
+use sd_proto::v1::{Decision, DecisionKind, Failure, FailureReason, ProgressPhase, Stage};
+use sd_proto::worker::v1::{Task, TaskDone, TaskError, TaskPhase, TaskProgress, WorkerStage};
 use tokio::time::Instant;
 
-use super::failure::{failure, of_arena, of_refusal, of_run, of_start};
+use super::checkpoint::{Checkpoint, newest};
+use super::conditioning::{self, CacheConfig, Conditioning};
+use super::failure::{Lost, failure, of_death, of_refusal, of_run, of_start};
 use super::operate::Pins;
 use super::plan::{Role, Slot, worker_stage};
-use super::runner::{Output, StageNews, StageOrder, StageReport, StageRunner, Stopped};
-use super::sizes::{TensorSpec, tensor};
+use super::quarantine::{Quarantine, Suspect};
+use super::resume::Next;
+use super::runner::{StageNews, StageOrder, StageReport, StageRunner, Stopped};
+use super::segments::{Segments, Tensor};
 use super::task::work;
-use crate::arena::{Arena, SegmentHandle};
+use crate::arena::Arena;
 use crate::ids::DeviceId;
-use crate::jobs::request::{Admitted, ImageFile};
-use crate::picture::Pixels;
+use crate::jobs::request::Admitted;
+use crate::jobs::store::duration;
+use crate::journal::Journal;
 use crate::residency::{Granted, LeasePart, LeaseVector, Refusal, Residency};
-use crate::workers::{KillCause, RunError, Worker, WorkerSpec, Workers};
+use crate::workers::{KillCause, RunError, Worker, WorkerSpec, Workers, stage_name};
 
 /// How often a run looks for another process when the one it was to use goes away before the task began.
 const ATTEMPTS: usize = 4;
+
+/// How long the end of a process that was killed or retired is waited for.
+const REAPING: Duration = Duration::from_secs(5);
 
 /// Says what a run of a stage needs on its device.
 pub trait Needs: Send + Sync + 'static {
@@ -38,25 +46,6 @@ pub trait Needs: Send + Sync + 'static {
     fn parts(&self, request: &Admitted, stage: Stage, tokens: Option<u64>) -> Vec<LeasePart>;
     /// What a finished run measured: the highest bytes of its process, and the weights it holds.
     fn measured(&self, request: &Admitted, stage: Stage, tokens: Option<u64>, peak_bytes: u64, weights_bytes: u64);
-}
-
-/// A tensor in shared memory, checked.
-#[derive(Debug, Clone)]
-pub struct Tensor {
-    segment: SegmentHandle,
-    header: Arc<Header>,
-}
-
-impl Output for Tensor {
-    fn pixels(&self) -> Result<Pixels, Failure> {
-        let [1, height, width, 3] = self.header.shape[..] else {
-            let message = format!("pixels have shape {:?}: this is a bug of sdd", self.header.shape);
-            return Err(failure(FailureReason::Internal, Stage::Decode, message));
-        };
-        let rgb = self.segment.read_payload(&self.header).map_err(|error| of_arena(Stage::Decode, &error))?;
-        // Admission bounds both edges far below this.
-        Ok(Pixels { width: width as u32, height: height as u32, rgb })
-    }
 }
 
 /// Which process: what workers of equal keys can do for each other.
@@ -72,6 +61,11 @@ impl Key {
     pub(super) fn of(request: &Admitted, stage: WorkerStage) -> Self {
         let model = &request.model;
         Self { stage, dir: model.dir.clone(), fingerprint: model.report.fingerprint.clone() }
+    }
+
+    fn suspect<'a>(&'a self, order: &'a StageOrder<Tensor>) -> Suspect<'a> {
+        let model = &order.request.model.name;
+        Suspect { model, dir: &self.dir, fingerprint: &self.fingerprint, stage: self.stage }
     }
 }
 
@@ -102,6 +96,9 @@ pub struct Dispatcher {
     threads: usize,
     pub(super) tasks: AtomicU64,
     pub(super) pins: Pins,
+    journal: Journal,
+    quarantine: Quarantine,
+    conditioning: Conditioning,
     /// The process of each kind, running or about to be started.
     chosen: Mutex<HashMap<Key, Chosen>>,
 }
@@ -128,7 +125,40 @@ impl Dispatcher {
         threads: usize,
     ) -> Self {
         let (tasks, pins, chosen) = (AtomicU64::new(1), Pins::default(), Mutex::default());
-        Self { residency, workers, arena, needs, device, threads, tasks, pins, chosen }
+        let (journal, quarantine) = (Journal::default(), Quarantine::default());
+        let conditioning = Conditioning::new(arena.clone(), CacheConfig::default());
+        Self {
+            residency,
+            workers,
+            arena,
+            needs,
+            device,
+            threads,
+            tasks,
+            pins,
+            journal,
+            quarantine,
+            conditioning,
+            chosen,
+        }
+    }
+
+    /// The same, with its decisions written into `journal`.
+    #[must_use]
+    pub fn explained_in(self, journal: Journal) -> Self {
+        Self { journal, ..self }
+    }
+
+    /// The same, keeping so much of what text encoders wrote.
+    #[must_use]
+    pub fn remembering(self, config: CacheConfig) -> Self {
+        let conditioning = Conditioning::new(self.arena.clone(), config);
+        Self { conditioning, ..self }
+    }
+
+    /// The stages that are not started any more.
+    pub fn quarantine(&self) -> Quarantine {
+        self.quarantine.clone()
     }
 
     fn chosen(&self) -> MutexGuard<'_, HashMap<Key, Chosen>> {
@@ -194,7 +224,7 @@ impl Dispatcher {
                 incarnation,
                 tenant: order.tenant.clone(),
                 job: order.job.clone(),
-                holder: format!("{} of {}", crate::workers::stage_name(key.stage), order.request.model.name),
+                holder: format!("{} of {}", stage_name(key.stage), order.request.model.name),
                 parts: self.needs.parts(&order.request, stage, tokens(order)),
                 shared_memory,
             };
@@ -225,7 +255,7 @@ impl Dispatcher {
         order: &StageOrder<Tensor>,
         key: &Key,
         incarnation: u64,
-    ) -> Result<Option<Worker>, Stopped> {
+    ) -> Result<Option<Worker>, Lost> {
         if let Some(worker) = self.workers.get(incarnation).filter(Worker::is_usable) {
             return Ok(Some(worker));
         }
@@ -244,12 +274,12 @@ impl Dispatcher {
         let started = tokio::select! {
             biased;
             // Dropping the start retires the process; the residency hears of its end.
-            () = order.stop.cancelled() => return Err(Stopped::Asked),
+            () = order.stop.cancelled() => return Err(Lost::Asked),
             started = self.workers.start(spec) => started,
         };
         match started {
             Ok(worker) => Ok(Some(worker)),
-            Err(error) => Err(failed(of_start(order.run.stage, &error))),
+            Err(error) => Err(of_start(order.run.stage, &error)),
         }
     }
 }
@@ -260,211 +290,299 @@ fn tokens(order: &StageOrder<Tensor>) -> Option<u64> {
     conditioning.header.shape.get(..2).map(|dims| dims.iter().product())
 }
 
-/// The daemon's own inputs of a run: image files.
-fn files(request: &Admitted, stage: Stage) -> Vec<(&'static str, &ImageFile)> {
-    match (stage, &request.initial) {
-        (Stage::VaeEncode, Some(initial)) => {
-            let mask = initial.mask.as_ref().map(|mask| ("mask", mask));
-            std::iter::once(("init_image", &initial.image)).chain(mask).collect()
-        }
-        (Stage::Unspecified | Stage::Encode | Stage::VaeEncode | Stage::Denoise | Stage::Decode, _) => Vec::new(),
+/// An attempt at a run that gave no output.
+struct Attempt {
+    lost: Lost,
+    /// The process it was lost with; 0: none.
+    incarnation: u64,
+    /// What the process left to go on from.
+    checkpoint: Option<Checkpoint>,
+    /// The checkpoint that it was to go on from is to blame.
+    spoiled: bool,
+}
+
+impl From<Lost> for Attempt {
+    fn from(lost: Lost) -> Self {
+        Self { lost, incarnation: 0, checkpoint: None, spoiled: false }
     }
 }
 
-/// The segments of one task.
-struct Segments {
-    inputs: Vec<NamedSegment>,
-    outputs: Vec<(Slot, TensorSpec, SegmentHandle)>,
-    /// Kept until the task has ended.
-    _files: Vec<SegmentHandle>,
+impl From<Failure> for Attempt {
+    fn from(failure: Failure) -> Self {
+        Lost::Final(failure).into()
+    }
 }
 
-impl Segments {
-    /// Creates the outputs, and writes the image files, out of what was promised with the grant.
-    fn create(arena: &Arena, order: &StageOrder<Tensor>, granted: &mut Granted) -> Result<Self, Failure> {
-        let stage = order.run.stage;
-        let wrong = |error| of_arena(stage, &error);
-        let mut inputs = Vec::new();
-        for slot in &order.run.inputs {
-            let Some(tensor) = order.inputs.get(slot) else {
-                let message = format!("input {} is not there: this is a bug of sdd", slot.role.name());
-                return Err(failure(FailureReason::Internal, stage, message));
-            };
-            let segment = tensor.segment.message(&tensor.header.shape);
-            inputs.push(NamedSegment { role: slot.role.name().into(), segment: Some(segment) });
+impl From<Stopped> for Attempt {
+    fn from(stopped: Stopped) -> Self {
+        match stopped {
+            Stopped::Asked => Lost::Asked.into(),
+            Stopped::Failed(failure) => failure.into(),
         }
-        let label = |role: &str| format!("{role} of job {}", order.job);
-        let mut written = Vec::new();
-        for (role, file) in files(&order.request, stage) {
-            let bytes = file.bytes();
-            let length = bytes.len() as u64;
-            let promise = &mut granted.shared_memory;
-            let segment = arena
-                .create_reserved(promise, ElementType::U8, length, 0, &label(role))
-                .and_then(|segment| segment.write(&[length], bytes).map(|_| segment))
-                .map_err(wrong)?;
-            inputs.push(NamedSegment { role: role.into(), segment: Some(segment.message(&[length])) });
-            written.push(segment);
-        }
-        let mut outputs = Vec::new();
-        for slot in &order.run.outputs {
-            let spec = tensor(&order.request, slot.role);
-            let (promise, writer) = (&mut granted.shared_memory, granted.incarnation);
-            let segment = arena
-                .create_reserved(promise, spec.element_type, spec.capacity, writer, &label(slot.role.name()))
-                .map_err(wrong)?;
-            outputs.push((*slot, spec, segment));
-        }
-        Ok(Self { inputs, outputs, _files: written })
     }
+}
 
-    /// Shared memory that a run will take.
-    fn bytes(order: &StageOrder<Tensor>) -> u64 {
-        let outputs = order.run.outputs.iter().map(|slot| tensor(&order.request, slot.role).capacity);
-        let files = files(&order.request, order.run.stage).into_iter().map(|(_, file)| file.bytes().len() as u64);
-        outputs.chain(files).map(Arena::segment_bytes).fold(0, u64::saturating_add)
-    }
-
-    fn output_messages(&self) -> Vec<NamedSegment> {
-        let named = |(slot, spec, segment): &(Slot, TensorSpec, SegmentHandle)| NamedSegment {
-            role: slot.role.name().into(),
-            segment: Some(segment.message(&spec.shape)),
+impl Dispatcher {
+    /// Runs a stage once, if its worker survives it. `waited` grows by what the attempt waited.
+    async fn attempt(
+        &self,
+        order: &StageOrder<Tensor>,
+        key: &Key,
+        resume: Option<&Checkpoint>,
+        waited: &mut Duration,
+    ) -> Result<StageReport<Tensor>, Attempt> {
+        let (request, stage) = (&order.request, order.run.stage);
+        let Some(work) = work(request, &order.run) else {
+            return Err(failure(FailureReason::Internal, stage, "a plan has a stage without a name").into());
         };
-        self.outputs.iter().map(named).collect()
-    }
-
-    /// Checks what the worker says it has written. `Err` says how it lies.
-    fn validate(&self, request: &Admitted, done: &TaskDone) -> Result<BTreeMap<Slot, Tensor>, String> {
-        let mut checked = BTreeMap::new();
-        for (slot, spec, segment) in &self.outputs {
-            let role = slot.role.name();
-            let claim = done
-                .outputs
-                .iter()
-                .find(|named| named.role == role)
-                .and_then(|named| named.segment.as_ref())
-                .ok_or_else(|| format!("the worker reports no output {role:?}"))?;
-            let header = segment.validate(claim).map_err(|error| error.to_string())?;
-            check_shape(request, slot.role, spec, &header)?;
-            checked.insert(*slot, Tensor { segment: segment.clone(), header: Arc::new(header) });
-        }
-        Ok(checked)
-    }
-}
-
-/// A valid header may still describe another tensor than the stage is to write.
-fn check_shape(request: &Admitted, role: Role, spec: &TensorSpec, header: &Header) -> Result<(), String> {
-    let holds = match role {
-        Role::Conditioning => {
-            let (rows, chunk) = (if request.guided() { 2 } else { 1 }, request.model.report.chunk_tokens());
-            let width = request.model.report.text.hidden_size;
-            matches!(header.shape[..], [r, t, w] if r == rows && w == width && t > 0 && t.is_multiple_of(chunk))
-        }
-        Role::ImageLatents | Role::MaskedImageLatents | Role::LatentMask | Role::Latents | Role::Pixels => {
-            header.shape == spec.shape
-        }
-    };
-    holds.then_some(()).ok_or_else(|| {
-        format!("output {:?} has shape {:?}, which is not what this stage writes", role.name(), header.shape)
-    })
-}
-
-impl StageRunner for Dispatcher {
-    type Output = Tensor;
-
-    async fn run(&self, order: StageOrder<Tensor>) -> Result<StageReport<Tensor>, Stopped> {
-        let (request, stage) = (order.request.clone(), order.run.stage);
-        let (Some(kind), Some(work)) = (worker_stage(stage), work(&request, &order.run)) else {
-            return Err(failed(failure(FailureReason::Internal, stage, "a plan has a stage without a name")));
-        };
-        let key = Key::of(&request, kind);
-        self.retire_outdated(&key);
-
         let began = Instant::now();
         for _ in 0..ATTEMPTS {
-            let mut granted = self.lease(&order, &key, Segments::bytes(&order)).await?;
+            let shared_memory = Segments::bytes(order, resume);
+            let room = self.conditioning.yield_to(shared_memory);
+            let mut granted = self.lease(order, key, shared_memory).await?;
+            drop(room);
             let incarnation = granted.incarnation;
             let _ = order.news.send(StageNews::Worker { incarnation }).await;
-            let worker = match self.worker(&order, &key, incarnation).await {
+            let worker = match self.worker(order, key, incarnation).await {
                 Ok(Some(worker)) => worker,
                 Ok(None) => {
-                    self.forget(&key, incarnation);
+                    self.forget(key, incarnation);
                     continue;
                 }
-                Err(stopped) => {
-                    self.forget(&key, incarnation);
-                    return Err(stopped);
+                Err(lost) => {
+                    self.forget(key, incarnation);
+                    return Err(Attempt { incarnation, ..lost.into() });
                 }
             };
-            let segments = Segments::create(&self.arena, &order, &mut granted).map_err(failed)?;
+            let segments = Segments::create(&self.arena, order, resume, &mut granted)?;
             let token = tokio::select! {
                 biased;
-                () = order.stop.cancelled() => return Err(Stopped::Asked),
+                () = order.stop.cancelled() => return Err(Lost::Asked.into()),
                 token = self.residency.compute(&self.device, &order.job) => token,
             };
-            let token = token.map_err(|refusal| failed(of_refusal(stage, &refusal)))?;
-            let waited = began.elapsed();
+            let token = token.map_err(|refusal| of_refusal(stage, &refusal))?;
+            *waited += began.elapsed();
 
-            let task_id = self.tasks.fetch_add(1, Ordering::Relaxed);
             let task = Task {
-                task_id,
+                task_id: self.tasks.fetch_add(1, Ordering::Relaxed),
                 job_id: order.job.to_string(),
                 inputs: segments.inputs.clone(),
                 outputs: segments.output_messages(),
                 work: Some(work.clone()),
                 memory: Some(request.memory.task(stage)),
-                checkpoints: Vec::new(),
-                resume: None,
+                checkpoints: segments.checkpoint_messages(),
+                resume: segments.resume.clone(),
             };
-            let news = order.news.clone();
-            let result = worker
-                .run_until(task, order.stop.cancelled(), |progress| {
-                    let phase = match progress.phase() {
-                        TaskPhase::Unspecified => return,
-                        TaskPhase::Loading => ProgressPhase::Loading,
-                        TaskPhase::Computing => ProgressPhase::Computing,
-                    };
-                    // Progress that nobody has read yet makes this one superfluous.
-                    let (done, total) = (progress.done, progress.total);
-                    let _ = news.try_send(StageNews::Progress { phase, done, total });
-                })
-                .await;
+            let result = worker.run_until(task, order.stop.cancelled(), |progress| tell(order, &progress)).await;
             drop(token);
             let done = match result {
                 Ok(done) => done,
                 Err(RunError::Gone) if !order.stop.is_cancelled() => {
-                    self.forget(&key, incarnation);
+                    self.forget(key, incarnation);
+                    *waited = waited.saturating_sub(began.elapsed());
                     continue;
                 }
-                Err(error) => {
-                    match &error {
-                        RunError::Failed { .. } => {}
-                        RunError::Died(_) | RunError::Hung(_) | RunError::Protocol(_) | RunError::Gone => {
-                            self.forget(&key, incarnation);
-                        }
-                    }
-                    return Err(of_run(stage, &error, order.stop.is_cancelled()));
-                }
+                Err(error) => return Err(self.lost(order, key, &worker, &segments, &error).await),
             };
-            let outputs = match segments.validate(&request, &done) {
+            let outputs = match segments.validate(request, &done) {
                 Ok(outputs) => outputs,
                 Err(lie) => {
                     // It must not run anything again.
-                    self.forget(&key, incarnation);
+                    self.forget(key, incarnation);
                     worker.kill(KillCause::Protocol(lie.clone()));
-                    let message = format!("worker {incarnation} was killed: {lie}");
-                    return Err(failed(failure(FailureReason::Protocol, stage, message)));
+                    let lost = match worker.exited_within(REAPING).await {
+                        Some(report) => of_death(stage, &report),
+                        None => {
+                            let message = format!("worker {incarnation} was killed: {lie}");
+                            Lost::Worker { failure: failure(FailureReason::Protocol, stage, message), blamed: true }
+                        }
+                    };
+                    return Err(Attempt { incarnation, ..lost.into() });
                 }
             };
-            self.needs.measured(&request, stage, tokens(&order), done.peak_bytes, done.weights_bytes);
-            for note in done.notes {
-                let _ = order.news.send(StageNews::Note(note)).await;
-            }
-            let (loaded, computed) =
-                (Duration::from_micros(done.load_micros), Duration::from_micros(done.compute_micros));
-            return Ok(StageReport { outputs, waited, loaded, computed });
+            self.needs.measured(request, stage, tokens(order), done.peak_bytes, done.weights_bytes);
+            let leased = granted.leases.iter().map(|lease| lease.bytes).sum();
+            return Ok(report(order, outputs, done, leased).await);
         }
         let message = format!("{ATTEMPTS} workers went away one after the other before this stage's task began");
-        Err(failed(failure(FailureReason::WorkerDied, stage, message)))
+        let failure = failure(FailureReason::WorkerDied, stage, message);
+        Err(Lost::Worker { failure, blamed: false }.into())
+    }
+
+    /// What becomes of a task that did not end well: the process is not used again unless it is as good as before, and what
+    /// it left of its work is taken once it is reaped.
+    async fn lost(
+        &self,
+        order: &StageOrder<Tensor>,
+        key: &Key,
+        worker: &Worker,
+        segments: &Segments,
+        error: &RunError,
+    ) -> Attempt {
+        let (incarnation, stage) = (worker.incarnation(), order.run.stage);
+        let asked = order.stop.is_cancelled();
+        let mut attempt = Attempt { incarnation, ..of_run(stage, error, asked).into() };
+        let reaped = match error {
+            RunError::Failed { error: TaskError::OutOfMemory, .. } if !asked => {
+                // Its heap is as full as it can be: the next attempt gets a fresh one.
+                self.forget(key, incarnation);
+                worker.retire();
+                worker.exited_within(REAPING).await.is_some()
+            }
+            RunError::Failed { error: TaskError::BadSegment | TaskError::Internal, message }
+                if !asked && segments.resume.is_some() =>
+            {
+                let failure = failure(FailureReason::Internal, stage, message);
+                attempt = Attempt { spoiled: true, ..Lost::Worker { failure, blamed: false }.into() };
+                false
+            }
+            RunError::Failed { .. } => false,
+            RunError::Died(_) | RunError::Hung(_) | RunError::Protocol(_) | RunError::Gone => {
+                self.forget(key, incarnation);
+                true
+            }
+        };
+        if reaped && !asked {
+            let (checkpoint, dropped) = newest(&segments.checkpoints, &order.request);
+            for note in dropped {
+                let _ = order.news.send(StageNews::Note(note)).await;
+            }
+            attempt.checkpoint = checkpoint;
+        }
+        attempt
+    }
+
+    /// The report of an encoding that was remembered.
+    fn recall(
+        &self,
+        order: &StageOrder<Tensor>,
+        stage: WorkerStage,
+        remembered: &conditioning::Key,
+    ) -> Option<StageReport<Tensor>> {
+        let (slot, tensor) = (order.run.outputs.first()?, self.conditioning.get(remembered)?);
+        let (key, model) = (Key::of(&order.request, stage), &order.request.model.name);
+        let text = format!("the prompt's encoding was remembered: {} of {model} did not run", stage_name(stage));
+        self.record(order, &key, DecisionKind::Cached, 0, text);
+        let outputs = BTreeMap::from([(*slot, tensor)]);
+        let mut report = StageReport::new(order, outputs, Duration::ZERO, Duration::ZERO, Duration::ZERO);
+        report.timing.cached = true;
+        Some(report)
+    }
+
+    /// Refuses a stage that is quarantined.
+    pub(super) fn admitted(&self, order: &StageOrder<Tensor>, key: &Key) -> Result<(), Stopped> {
+        let Some(refusal) = self.quarantine.refusal(key.suspect(order)) else { return Ok(()) };
+        Err(failed(Failure { stage: order.run.stage as i32, ..refusal }))
+    }
+
+    /// Counts a death against its stage; the job fails at once where that was one too many.
+    fn judge(&self, order: &StageOrder<Tensor>, key: &Key, incarnation: u64, lost: Lost) -> Lost {
+        let Lost::Worker { failure, blamed: true } = &lost else { return lost };
+        let Some(failure) = self.quarantine.died(key.suspect(order), failure, Instant::now()) else { return lost };
+        self.record(order, key, DecisionKind::Quarantined, incarnation, failure.message.clone());
+        Lost::Final(failure)
+    }
+
+    fn record(&self, order: &StageOrder<Tensor>, key: &Key, kind: DecisionKind, incarnation: u64, text: String) {
+        self.journal.record(Decision {
+            kind: kind as i32,
+            device: self.device.to_string(),
+            job_id: order.job.to_string(),
+            incarnation,
+            holder: format!("{} of {}", stage_name(key.stage), order.request.model.name),
+            text,
+            ..Decision::default()
+        });
+    }
+}
+
+/// Passes a worker's progress on. Progress that nobody has read yet makes this one superfluous.
+fn tell(order: &StageOrder<Tensor>, progress: &TaskProgress) {
+    let phase = match progress.phase() {
+        TaskPhase::Unspecified => return,
+        TaskPhase::Loading => ProgressPhase::Loading,
+        TaskPhase::Computing => ProgressPhase::Computing,
+    };
+    let (done, total) = (progress.done, progress.total);
+    let _ = order.news.try_send(StageNews::Progress { phase, done, total });
+}
+
+/// The report of a run whose outputs were found right.
+async fn report(
+    order: &StageOrder<Tensor>,
+    outputs: BTreeMap<Slot, Tensor>,
+    done: TaskDone,
+    leased_bytes: u64,
+) -> StageReport<Tensor> {
+    for note in done.notes {
+        let _ = order.news.send(StageNews::Note(note)).await;
+    }
+    let (loaded, computed) = (Duration::from_micros(done.load_micros), Duration::from_micros(done.compute_micros));
+    let mut report = StageReport::new(order, outputs, Duration::ZERO, loaded, computed);
+    if !done.degraded.is_empty() {
+        let _ = order.news.send(StageNews::Note(done.degraded.clone())).await;
+        report.survival.degraded(done.degraded);
+    }
+    report.timing.resident_segments = done.resident_segments;
+    report.timing.segments = done.segments;
+    report.timing.streamed_bytes = done.streamed_bytes;
+    report.timing.peak_bytes = done.peak_bytes;
+    report.timing.leased_bytes = leased_bytes;
+    report.timing.resumed_at = done.resumed_at;
+    report
+}
+
+impl StageRunner for Dispatcher {
+    type Output = Tensor;
+
+    async fn run(&self, mut order: StageOrder<Tensor>) -> Result<StageReport<Tensor>, Stopped> {
+        let stage = order.run.stage;
+        let Some(kind) = worker_stage(stage) else {
+            return Err(failed(failure(FailureReason::Internal, stage, "a plan has a stage without a name")));
+        };
+        let remembered = (stage == Stage::Encode).then(|| self.conditioning.key(&order.tenant, &order.request));
+        if let Some(report) = remembered.as_ref().and_then(|key| self.recall(&order, kind, key)) {
+            return Ok(report);
+        }
+        let (mut retries, mut waited, mut resume) = (0, Duration::ZERO, None::<Checkpoint>);
+        loop {
+            let key = Key::of(&order.request, kind);
+            self.retire_outdated(&key);
+            self.admitted(&order, &key)?;
+            let attempt = match self.attempt(&order, &key, resume.as_ref(), &mut waited).await {
+                Ok(mut report) => {
+                    self.quarantine.survived(key.suspect(&order));
+                    report.timing.retries = retries;
+                    report.timing.waited = Some(duration(waited));
+                    if let (Some(key), Some(written)) = (remembered, report.outputs.values().next()) {
+                        self.conditioning.put(key, written.clone());
+                    }
+                    return Ok(report);
+                }
+                Err(attempt) => attempt,
+            };
+            let Attempt { lost, incarnation, checkpoint, spoiled } = attempt;
+            let lost = self.judge(&order, &key, incarnation, lost);
+            match order.survival.lost(lost, &order.request) {
+                Next::Stop => return Err(Stopped::Asked),
+                Next::Fail(failure) => return Err(failed(failure)),
+                Next::Again { request, trusted, text } => {
+                    retries += 1;
+                    resume = match checkpoint.filter(|_| trusted) {
+                        Some(checkpoint) => Some(checkpoint),
+                        None => resume.filter(|_| !spoiled),
+                    };
+                    let from = match &resume {
+                        Some(checkpoint) => format!(", from step {} on", checkpoint.step),
+                        None => String::new(),
+                    };
+                    let text = format!("{text}{from}");
+                    tracing::warn!(job = %order.job, incarnation, retries, "{text}");
+                    self.record(&order, &key, DecisionKind::Retries, incarnation, text.clone());
+                    let _ = order.news.send(StageNews::Note(text)).await;
+                    order.request = request.unwrap_or(order.request);
+                }
+            }
+        }
     }
 }

@@ -3,11 +3,10 @@
 use sd_proto::v1::{Failure, FailureReason, Stage};
 use sd_proto::worker::v1::TaskError;
 
+use super::runner::Stopped;
 use crate::arena::ArenaError;
 use crate::residency::{LeaseKill, Refusal};
 use crate::workers::{ExitReport, ExitStatus, KillCause, RunError, StartError};
-
-use super::runner::Stopped;
 
 /// A failure without a worker's last words.
 pub fn failure(reason: FailureReason, stage: Stage, message: impl Into<String>) -> Failure {
@@ -35,62 +34,90 @@ pub fn of_arena(stage: Stage, error: &ArenaError) -> Failure {
     failure(reason, stage, error.to_string())
 }
 
+/// Why an attempt at a stage run has no output, by what follows from it.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Lost {
+    /// The job was to stop.
+    Asked,
+    /// Another attempt would end in the same way.
+    Final(Failure),
+    /// The worker did not survive it; another one may.
+    Worker {
+        /// What the job fails with where it is not run again.
+        failure: Failure,
+        /// The worker is to blame, and no decision of the daemon's.
+        blamed: bool,
+    },
+    /// There was not enough memory for it.
+    Memory(Failure),
+}
+
+impl From<Lost> for Stopped {
+    /// For whoever makes one attempt alone.
+    fn from(lost: Lost) -> Self {
+        match lost {
+            Lost::Asked => Self::Asked,
+            Lost::Final(failure) | Lost::Worker { failure, .. } | Lost::Memory(failure) => Self::Failed(failure),
+        }
+    }
+}
+
 /// A worker did not start.
-pub fn of_start(stage: Stage, error: &StartError) -> Failure {
+pub fn of_start(stage: Stage, error: &StartError) -> Lost {
     match error {
-        StartError::ShuttingDown => failure(FailureReason::Shutdown, stage, error.to_string()),
-        StartError::Spawn { .. } => failure(FailureReason::Internal, stage, error.to_string()),
+        StartError::ShuttingDown => Lost::Final(failure(FailureReason::Shutdown, stage, error.to_string())),
+        StartError::Spawn { .. } => Lost::Final(failure(FailureReason::Internal, stage, error.to_string())),
         StartError::Died(report) => of_death(stage, report),
     }
 }
 
 /// A worker died.
-pub fn of_death(stage: Stage, report: &ExitReport) -> Failure {
-    let reason = match &report.status {
-        ExitStatus::BadWeights => FailureReason::Model,
-        ExitStatus::OutOfMemory | ExitStatus::OomKilled => FailureReason::OutOfMemory,
+pub fn of_death(stage: Stage, report: &ExitReport) -> Lost {
+    let told = |reason| Failure { stderr: report.stderr.clone(), ..failure(reason, stage, report.to_string()) };
+    let blamed = |reason| Lost::Worker { failure: told(reason), blamed: true };
+    let decided = |reason| Lost::Worker { failure: told(reason), blamed: false };
+    match &report.status {
+        ExitStatus::BadWeights => Lost::Final(told(FailureReason::Model)),
+        // Daemon and worker are of different versions: so is the next one.
+        ExitStatus::BadArguments => Lost::Final(told(FailureReason::WorkerDied)),
+        ExitStatus::OutOfMemory | ExitStatus::OomKilled => Lost::Memory(told(FailureReason::OutOfMemory)),
         ExitStatus::Killed(cause) => match cause {
-            KillCause::Hung { .. } => FailureReason::WorkerHung,
-            KillCause::Protocol(_) => FailureReason::Protocol,
-            KillCause::Shutdown => FailureReason::Shutdown,
-            KillCause::Lease(LeaseKill::OverLease { .. }) => FailureReason::OutOfMemory,
-            KillCause::Lease(LeaseKill::TermExpired(_)) => FailureReason::WorkerHung,
+            KillCause::Hung { .. } => blamed(FailureReason::WorkerHung),
+            KillCause::Protocol(_) => blamed(FailureReason::Protocol),
+            KillCause::Handshake(_) | KillCause::LinkLost => blamed(FailureReason::WorkerDied),
+            KillCause::Shutdown => Lost::Final(told(FailureReason::Shutdown)),
+            KillCause::Lease(LeaseKill::OverLease { .. }) => Lost::Memory(told(FailureReason::OutOfMemory)),
+            KillCause::Lease(LeaseKill::TermExpired(_)) => blamed(FailureReason::WorkerHung),
             KillCause::Lease(LeaseKill::RevisionOverdue(_) | LeaseKill::RetireOverdue(_) | LeaseKill::NoLease)
-            | KillCause::Handshake(_)
             | KillCause::CancelDeadline(_)
-            | KillCause::LinkLost
             | KillCause::RetireDeadline(_)
-            | KillCause::Retired => FailureReason::WorkerDied,
+            | KillCause::Retired => decided(FailureReason::WorkerDied),
         },
         ExitStatus::Clean
-        | ExitStatus::BadArguments
         | ExitStatus::DeviceLost
         | ExitStatus::LostLink
         | ExitStatus::Internal
         | ExitStatus::Signal(_)
         | ExitStatus::UnknownCode(_)
-        | ExitStatus::Unknown => FailureReason::WorkerDied,
-    };
-    Failure { stderr: report.stderr.clone(), ..failure(reason, stage, report.to_string()) }
+        | ExitStatus::Unknown => blamed(FailureReason::WorkerDied),
+    }
 }
 
 /// A task did not end well. `asked`: its job was told to stop meanwhile.
-pub fn of_run(stage: Stage, error: &RunError, asked: bool) -> Stopped {
-    let failed = |reason, message: &str| Stopped::Failed(failure(reason, stage, message));
+pub fn of_run(stage: Stage, error: &RunError, asked: bool) -> Lost {
+    let failed = |reason, message: &str| Lost::Final(failure(reason, stage, message));
     match error {
         // However the worker came to its end: the job wanted it.
-        _ if asked => Stopped::Asked,
+        _ if asked => Lost::Asked,
         RunError::Failed { error, message } => match error {
             TaskError::Cancelled => failed(FailureReason::Internal, "the worker stopped a task that nobody cancelled"),
             TaskError::BadRequest => failed(FailureReason::InvalidRequest, message),
             TaskError::BadModel | TaskError::NonFinite => failed(FailureReason::Model, message),
             TaskError::BadSegment => failed(FailureReason::Protocol, message),
-            TaskError::OutOfMemory => failed(FailureReason::OutOfMemory, message),
+            TaskError::OutOfMemory => Lost::Memory(failure(FailureReason::OutOfMemory, stage, message)),
             TaskError::Unspecified | TaskError::Internal => failed(FailureReason::Internal, message),
         },
-        RunError::Died(report) | RunError::Hung(report) | RunError::Protocol(report) => {
-            Stopped::Failed(of_death(stage, report))
-        }
+        RunError::Died(report) | RunError::Hung(report) | RunError::Protocol(report) => of_death(stage, report),
         RunError::Gone => failed(FailureReason::WorkerDied, "the worker went away before the task began"),
     }
 }
@@ -106,26 +133,26 @@ mod tests {
         Arc::new(ExitReport { incarnation: 3, pid: 4, status, intent: None, stderr, lived: Duration::ZERO })
     }
 
-    fn reason(stopped: &Stopped) -> FailureReason {
-        match stopped {
-            Stopped::Failed(failure) => failure.reason(),
-            Stopped::Asked => FailureReason::Unspecified,
-        }
-    }
-
     #[test]
     fn a_death_is_told_by_its_cause_with_the_last_words() {
-        for (status, expected) in [
-            (ExitStatus::Signal(9), FailureReason::WorkerDied),
-            (ExitStatus::OomKilled, FailureReason::OutOfMemory),
-            (ExitStatus::BadWeights, FailureReason::Model),
-            (ExitStatus::Killed(KillCause::Protocol("lie".into())), FailureReason::Protocol),
-            (ExitStatus::Killed(KillCause::Shutdown), FailureReason::Shutdown),
-            (ExitStatus::Killed(KillCause::Lease(LeaseKill::NoLease)), FailureReason::WorkerDied),
+        let over = LeaseKill::NoLease;
+        for (status, reason, fate) in [
+            (ExitStatus::Signal(9), FailureReason::WorkerDied, "blamed"),
+            (ExitStatus::Clean, FailureReason::WorkerDied, "blamed"),
+            (ExitStatus::OomKilled, FailureReason::OutOfMemory, "memory"),
+            (ExitStatus::BadWeights, FailureReason::Model, "final"),
+            (ExitStatus::Killed(KillCause::Protocol("lie".into())), FailureReason::Protocol, "blamed"),
+            (ExitStatus::Killed(KillCause::Shutdown), FailureReason::Shutdown, "final"),
+            (ExitStatus::Killed(KillCause::Lease(over)), FailureReason::WorkerDied, "decided"),
         ] {
-            let stopped = of_run(Stage::Denoise, &RunError::Died(report(status.clone())), false);
-            assert_eq!(reason(&stopped), expected, "{status}");
-            let Stopped::Failed(failure) = stopped else { panic!("failed") };
+            let lost = of_run(Stage::Denoise, &RunError::Died(report(status.clone())), false);
+            let (failure, found) = match lost {
+                Lost::Worker { failure, blamed } => (failure, if blamed { "blamed" } else { "decided" }),
+                Lost::Memory(failure) => (failure, "memory"),
+                Lost::Final(failure) => (failure, "final"),
+                Lost::Asked => panic!("nobody asked"),
+            };
+            assert_eq!((failure.reason(), found), (reason, fate), "{status}");
             assert_eq!(
                 (failure.stage(), failure.stderr.last().map(String::as_str)),
                 (Stage::Denoise, Some("last words"))
@@ -138,20 +165,23 @@ mod tests {
         for error in [
             RunError::Gone,
             RunError::Died(report(ExitStatus::Killed(KillCause::CancelDeadline(Duration::from_secs(2))))),
+            RunError::Died(report(ExitStatus::Signal(9))),
             RunError::Failed { error: TaskError::Cancelled, message: "cancelled".into() },
         ] {
-            assert_eq!(of_run(Stage::Decode, &error, true), Stopped::Asked);
-            assert_ne!(of_run(Stage::Decode, &error, false), Stopped::Asked);
+            assert_eq!(of_run(Stage::Decode, &error, true), Lost::Asked);
+            assert_ne!(of_run(Stage::Decode, &error, false), Lost::Asked);
         }
     }
 
     #[test]
     fn a_workers_own_failures_keep_their_message() {
         let error = RunError::Failed { error: TaskError::NonFinite, message: "unet.conv_in.weight holds NaN".into() };
-        let Stopped::Failed(failure) = of_run(Stage::Denoise, &error, false) else { panic!("failed") };
+        let Lost::Final(failure) = of_run(Stage::Denoise, &error, false) else { panic!("failed") };
         assert_eq!(
             (failure.reason(), failure.message.as_str()),
             (FailureReason::Model, "unet.conv_in.weight holds NaN")
         );
+        let error = RunError::Failed { error: TaskError::OutOfMemory, message: "needs more".into() };
+        assert!(matches!(of_run(Stage::Decode, &error, false), Lost::Memory(_)));
     }
 }

@@ -8,8 +8,12 @@
 //! * [`memory`]: how a job uses memory.
 //! * [`dryrun`]: what the worker program says that stages take, without running them.
 //! * [`operate`]: what operators do while jobs run; [`keep_alive`]: what idleness does.
-//! * [`dispatch`]: the real runner: lease → worker → task → validated output.
+//! * [`dispatch`]: the real runner: lease → worker → task → validated output; [`segments`]: what the task reads and writes.
+//! * [`conditioning`]: what the text encoder wrote before, kept.
+//! * [`resume`]: whether a lost run is run again; [`checkpoint`]: from where; [`quarantine`]: and when no more.
 
+pub mod checkpoint;
+pub mod conditioning;
 pub mod dispatch;
 pub mod dryrun;
 pub mod failure;
@@ -18,12 +22,18 @@ pub mod memory;
 pub mod needs;
 pub mod operate;
 pub mod plan;
+pub mod quarantine;
+pub mod resume;
 pub mod runner;
+pub mod segments;
 pub mod sizes;
 pub mod task;
 
-pub use dispatch::{Dispatcher, Needs, Tensor};
+pub use conditioning::{CacheConfig, Conditioning};
+pub use dispatch::{Dispatcher, Needs};
 pub use memory::MemoryPlan;
 pub use needs::DeviceNeeds;
 pub use plan::{Role, Slot, StagePlan, StageRun};
+pub use quarantine::Quarantine;
 pub use runner::{Output, StageOrder, StageReport, StageRunner, Stopped};
+pub use segments::Tensor;

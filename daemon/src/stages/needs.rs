@@ -12,11 +12,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use sd_proto::v1::{MemoryRequest, NumericPlan, Stage};
 use sd_proto::worker::v1::ElementType;
 
+use super::checkpoint::SLOTS;
 use super::dispatch::Needs;
 use super::dryrun::{DryRunner, Question};
 use super::memory::{MemoryPlan, Resident, TILES};
 use super::plan::{Grouping, StagePlan, worker_stage};
-use super::sizes::{chunk_bound, tensor};
+use super::sizes::{checkpoint_capacity, chunk_bound, tensor};
 use crate::arena::Arena;
 use crate::config::Memory;
 use crate::ids::DeviceId;
@@ -310,7 +311,13 @@ fn mapped_bytes(request: &Admitted, stage: Stage) -> u64 {
     let plan = StagePlan::of(request, Grouping::ByStage);
     let Some(run) = plan.runs().iter().find(|run| run.stage == stage) else { return 0 };
     let slots = run.inputs.iter().chain(&run.outputs);
-    slots.map(|slot| Arena::segment_bytes(tensor(request, slot.role).capacity)).fold(0, u64::saturating_add)
+    let checkpoints = if stage == Stage::Denoise {
+        // Both slots, and the one that it may go on from.
+        Arena::segment_bytes(checkpoint_capacity(request)).saturating_mul(SLOTS as u64 + 1)
+    } else {
+        0
+    };
+    slots.map(|slot| Arena::segment_bytes(tensor(request, slot.role).capacity)).fold(checkpoints, u64::saturating_add)
 }
 
 impl Needs for DeviceNeeds {

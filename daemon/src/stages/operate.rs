@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 use super::dispatch::{Dispatcher, Key};
 use super::failure::failure;
 use super::plan::{Grouping, StagePlan, worker_stage};
+use super::resume::Survival;
 use super::runner::{StageOrder, Stopped};
 use crate::ids::{DeviceId, JobId, Tenant};
 use crate::jobs::request::Admitted;
@@ -195,18 +196,21 @@ impl Dispatcher {
         self.retire_outdated(&key);
         let (news, _unread) = mpsc::channel(1);
         let (run, inputs) = (run.clone(), BTreeMap::new());
-        let order = StageOrder { job, tenant, request: request.clone(), run, inputs, stop: stop.clone(), news };
+        let survival = Survival::default();
+        let order =
+            StageOrder { job, tenant, request: request.clone(), survival, run, inputs, stop: stop.clone(), news };
         let asked = || failure(FailureReason::Shutdown, stage, "the load was given up");
         let stopped = |stopped| match stopped {
             Stopped::Asked => asked(),
             Stopped::Failed(failure) => failure,
         };
+        self.admitted(&order, &key).map_err(stopped)?;
         for _ in 0..ATTEMPTS {
             let granted = self.lease(&order, &key, 0).await.map_err(stopped)?;
             let incarnation = granted.incarnation;
             let Some(worker) = self.worker(&order, &key, incarnation).await.map_err(|error| {
                 self.forget(&key, incarnation);
-                stopped(error)
+                stopped(error.into())
             })?
             else {
                 self.forget(&key, incarnation);
@@ -233,7 +237,7 @@ impl Dispatcher {
                             self.forget(&key, incarnation);
                         }
                     }
-                    return Err(stopped(super::failure::of_run(stage, &error, stop.is_cancelled())));
+                    return Err(stopped(super::failure::of_run(stage, &error, stop.is_cancelled()).into()));
                 }
             }
         }

@@ -5,13 +5,15 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sd_proto::v1::{Failure, ProgressPhase};
+use sd_proto::v1::{Failure, ProgressPhase, StageTiming};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::plan::{Slot, StageRun};
+use super::resume::Survival;
 use crate::ids::{JobId, Tenant};
 use crate::jobs::request::Admitted;
+use crate::jobs::store::duration;
 use crate::picture::Pixels;
 
 /// A tensor that a stage wrote: kept for as long as a later stage, or a retry of it, may read it.
@@ -30,8 +32,10 @@ pub struct StageOrder<O> {
     pub job: JobId,
     /// Whose.
     pub tenant: Tenant,
-    /// The request.
+    /// The request, as it is run now.
     pub request: Arc<Admitted>,
+    /// What the job has survived so far.
+    pub survival: Survival,
     /// The run.
     pub run: StageRun,
     /// What earlier runs wrote and this one reads.
@@ -68,12 +72,28 @@ pub enum StageNews {
 pub struct StageReport<O> {
     /// What it wrote, validated.
     pub outputs: BTreeMap<Slot, O>,
-    /// Waiting for lease and process.
-    pub waited: Duration,
-    /// Loading weights, as the worker measured.
-    pub loaded: Duration,
-    /// Computing, as the worker measured.
-    pub computed: Duration,
+    /// How long it waited, loaded and computed, and what it cost. Stage, image and the whole time are the job's to fill in.
+    pub timing: StageTiming,
+    /// The request as it was run in the end: later runs go on so.
+    pub request: Arc<Admitted>,
+    /// What the job has survived by now.
+    pub survival: Survival,
+}
+
+impl<O> StageReport<O> {
+    /// The report of an order that went as it was given: `waited` for lease and process, `loaded` and `computed` as the worker
+    /// measured.
+    pub fn new(
+        order: &StageOrder<O>,
+        outputs: BTreeMap<Slot, O>,
+        waited: Duration,
+        loaded: Duration,
+        computed: Duration,
+    ) -> Self {
+        let [waited, loaded, computed] = [waited, loaded, computed].map(|time| Some(duration(time)));
+        let timing = StageTiming { waited, loaded, computed, ..StageTiming::default() };
+        Self { outputs, timing, request: order.request.clone(), survival: order.survival.clone() }
+    }
 }
 
 /// Why a run has no output.

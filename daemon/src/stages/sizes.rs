@@ -1,6 +1,7 @@
 //! How large each tensor of a request is, or can be at most.
 
 use sd_proto::segment::payload_bytes;
+use sd_proto::v1::Sampler;
 use sd_proto::worker::v1::ElementType;
 
 use super::plan::Role;
@@ -54,6 +55,24 @@ pub fn chunk_bound(request: &Admitted) -> u64 {
     };
     let negative = if request.guided() { chunks(&request.negative_prompt) } else { 1 };
     chunks(&request.prompt).max(negative).min(MAX_CHUNKS)
+}
+
+/// What a checkpoint takes beside tensors: the generator's state (2.5 KB), shapes, heads.
+const CHECKPOINT_BESIDE: u64 = 8 << 10;
+
+/// Payload bytes of one of the denoiser's checkpoints, at most: latents, what the sampler remembers of earlier calls, and the
+/// generator.
+pub fn checkpoint_capacity(request: &Admitted) -> u64 {
+    let remembered = match request.sampler {
+        Sampler::Ddim | Sampler::Euler | Sampler::EulerAncestral | Sampler::Lcm => 0,
+        // The sample and the derivative at a step's beginning.
+        Sampler::Heun => 2,
+        // As many predicted originals as the largest order has.
+        Sampler::Dpmpp2m | Sampler::Dpmpp2mSde => 3,
+        // These and the last sample. The model's own sampler may be any of them.
+        Sampler::Unipc | Sampler::Unspecified => 4,
+    };
+    tensor(request, Role::Latents).capacity.saturating_mul(1 + remembered).saturating_add(CHECKPOINT_BESIDE)
 }
 
 /// The tensor of a role in a request.

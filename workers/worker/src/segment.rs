@@ -306,10 +306,8 @@ mod tests {
 
     #[test]
     fn checkpoints_are_written_by_turns_and_the_newest_counts() {
-        let owned = [
-            segment("checkpoint", ElementType::U8, &[], 256),
-            segment("checkpoint", ElementType::U8, &[], 256),
-        ];
+        let owned =
+            [segment("checkpoint", ElementType::U8, &[], 256), segment("checkpoint", ElementType::U8, &[], 256)];
         let messages = || owned.iter().map(|owned| owned.named.segment.clone().unwrap()).collect();
         let task = Task { checkpoints: messages(), ..Task::default() };
         let mut slots = Slots::open(&task).unwrap().unwrap();

@@ -153,7 +153,8 @@ fn check(checkpoint: &Checkpoint, sampler: &dyn Sampler, latents: &Tensor) -> Re
     let (kind, total) = (sampler.kind(), sampler.model_calls());
     if checkpoint.sampler != kind || checkpoint.total != total || checkpoint.done > total {
         let Checkpoint { sampler, done, total: of, .. } = checkpoint;
-        let text = format!("a checkpoint after {done} of {of} calls of {sampler} was given to a run of {total} of {kind}");
+        let text =
+            format!("a checkpoint after {done} of {of} calls of {sampler} was given to a run of {total} of {kind}");
         return Err(PipelineError::Internal(text));
     }
     if checkpoint.latents.shape != latents.dims() {

@@ -23,10 +23,7 @@ pub trait StageObserver {
     ///
     /// # Errors
     /// What `make` says. A checkpoint that cannot be kept is no error of the run.
-    fn on_checkpoint(
-        &mut self,
-        _make: &dyn Fn() -> Result<Checkpoint, PipelineError>,
-    ) -> Result<(), PipelineError> {
+    fn on_checkpoint(&mut self, _make: &dyn Fn() -> Result<Checkpoint, PipelineError>) -> Result<(), PipelineError> {
         Ok(())
     }
 
