@@ -44,14 +44,17 @@ fn a_worker_killed_at_any_moment_costs_its_job_alone() {
         worker.signal(Signal::SIGKILL);
         let killed = Instant::now();
         let output = child.wait_with_output().unwrap();
-        // A worker that was hit after its task was idle: the job does not notice.
-        if !output.status.success() {
-            let said = text(&output);
+        let said = text(&output);
+        // The stage is run again in another process; a worker that was hit after its task was idle.
+        assert!(output.status.success(), "{stage}: {said}");
+        assert!(killed.elapsed() < Duration::from_secs(30), "{stage}: the job ended after {:?}", killed.elapsed());
+        if said.contains("run again") {
             assert!(said.contains("worker") && said.contains("SIGKILL"), "{stage}: {said}");
-            assert!(killed.elapsed() < Duration::from_secs(10), "{stage}: the job failed after {:?}", killed.elapsed());
         }
         let next = job(&sandbox, &daemon, "y.png").output().unwrap();
         assert!(next.status.success(), "the call after a killed {stage} worker: {}", text(&next));
+        let [hit, after] = ["x.png", "y.png"].map(|name| std::fs::read(sandbox.out().join(name)).unwrap());
+        assert!(hit == after, "{stage}: the job that was hit made another picture");
     }
     assert!(daemon.stop().success());
     sandbox.expect_no_process(Duration::from_secs(3));
@@ -68,8 +71,9 @@ fn a_frozen_worker_is_noticed_and_killed() {
     worker.signal(Signal::SIGSTOP);
     let frozen = Instant::now();
     let output = child.wait_with_output().unwrap();
-    assert!(!output.status.success(), "{}", text(&output));
-    assert!(frozen.elapsed() < Duration::from_secs(30), "noticed after {:?}", frozen.elapsed());
+    // Another process goes on where it was frozen.
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(frozen.elapsed() < LONG, "noticed after {:?}", frozen.elapsed());
     assert!(sandbox.processes().iter().all(|process| process.pid != worker.pid), "the frozen worker lives");
     let next = job(&sandbox, &daemon, "y.png").output().unwrap();
     assert!(next.status.success(), "{}", text(&next));
@@ -98,6 +102,8 @@ fn a_worker_that_lies_or_ends_costs_itself_and_one_job() {
         assert!(started.elapsed() < Duration::from_secs(60), "{fault}: {:?}", started.elapsed());
         let said = text(&output);
         assert!(said.contains("worker") || said.contains("segment"), "{fault}: {said}");
+        // Every worker of the stage does it: the third death is the last one.
+        assert!(said.contains("quarantine clear"), "{fault}: {said}");
         // The daemon lives and answers; the other stages' workers were not harmed.
         let status = sandbox.sdctl(["status", "--endpoint", &daemon.endpoint]).output().unwrap();
         assert!(status.status.success(), "{fault}: {}", text(&status));

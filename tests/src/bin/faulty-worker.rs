@@ -1,6 +1,7 @@
 //! A worker that misbehaves on purpose. `SDD_TEST_FAULT=STAGE:FAULT` says which stage and how; other stages, and `inspect`,
 //! become the real worker (`SDD_TEST_WORKER`). `SDD_TEST_FAULT=@FILE`: the file says so, for each worker anew; while it is
-//! empty or missing, every worker is a real one.
+//! empty or missing, every worker is a real one. `@FILE` may also say `STAGE:FAULT:N`: the next N workers of that stage
+//! misbehave, those after them are real ones.
 
 use std::io::Read as _;
 use std::os::fd::FromRawFd as _;
@@ -10,10 +11,12 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use sd_proto::checkpoint;
 use sd_proto::segment::{HEADER_BYTES, Header};
 use sd_proto::worker::v1::link_client::LinkClient;
 use sd_proto::worker::v1::{
-    FromWorker, Hello, NamedSegment, Pulse, Task, TaskDone, WorkerStage, from_worker, task::Work, to_worker,
+    FromWorker, Hello, NamedSegment, Pulse, Task, TaskDone, TaskError, TaskFailed, WorkerStage, from_worker,
+    task::Work, to_worker,
 };
 use sd_proto::{LINK_PROTOCOL, TOKEN_BYTES, TOKEN_FD};
 use shared_memory::ShmemConf;
@@ -42,6 +45,14 @@ enum Fault {
     Unsealed,
     /// Says that it is done with a task that it was never given.
     OtherTask,
+    /// Says that a task needs more memory than there is.
+    OutOfMemory,
+    /// Ends in the middle of a task as a worker does that cannot allocate.
+    ExitMemory,
+    /// Never ends a task, and does not hear that it is cancelled.
+    Deaf,
+    /// Leaves checkpoints that are none, and aborts.
+    LyingCheckpoint,
 }
 
 fn fault(name: &str) -> anyhow::Result<Fault> {
@@ -56,6 +67,10 @@ fn fault(name: &str) -> anyhow::Result<Fault> {
         "garbage" => Fault::Garbage,
         "unsealed" => Fault::Unsealed,
         "other-task" => Fault::OtherTask,
+        "out-of-memory" => Fault::OutOfMemory,
+        "exit-memory" => Fault::ExitMemory,
+        "deaf" => Fault::Deaf,
+        "lying-checkpoint" => Fault::LyingCheckpoint,
         other => anyhow::bail!("unknown fault {other}"),
     })
 }
@@ -71,14 +86,30 @@ impl Arguments {
     }
 }
 
+/// Takes one from the number of faults that a plan in a file still has; `false` where none is left.
+fn take_one(file: &str, stage: &str, name: &str, left: u64) -> anyhow::Result<bool> {
+    let Some(left) = left.checked_sub(1) else { return Ok(false) };
+    let new = format!("{file}.{}", std::process::id());
+    std::fs::write(&new, format!("{stage}:{name}:{left}"))?;
+    std::fs::rename(new, file)?;
+    Ok(true)
+}
+
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments { all: std::env::args().skip(1).collect() };
     let mut plan = std::env::var("SDD_TEST_FAULT").context("SDD_TEST_FAULT")?;
-    if let Some(file) = plan.strip_prefix('@') {
+    let file = plan.strip_prefix('@').map(str::to_owned);
+    if let Some(file) = &file {
         plan = std::fs::read_to_string(file).ok().filter(|plan| !plan.is_empty()).unwrap_or_else(|| "none:none".into());
     }
     let (stage, name) = plan.split_once(':').context("SDD_TEST_FAULT is STAGE:FAULT")?;
-    if arguments.all.first().is_some_and(|verb| verb == "serve") && arguments.value("--stage")? == stage {
+    let meant = arguments.all.first().is_some_and(|verb| verb == "serve") && arguments.value("--stage")? == stage;
+    let (name, meant) = match (name.split_once(':'), &file) {
+        (Some((name, left)), Some(file)) => (name, meant && take_one(file, stage, name, left.parse()?)?),
+        (Some(_), None) => anyhow::bail!("a number of faults needs a file"),
+        (None, _) => (name, meant),
+    };
+    if meant {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         return runtime.block_on(misbehave(&arguments, fault(name)?));
     }
@@ -134,9 +165,23 @@ async fn misbehave(arguments: &Arguments, fault: Fault) -> anyhow::Result<()> {
                 }
                 Some(to_worker::Message::Task(task)) => match fault {
                     Fault::ExitZero => std::process::exit(0),
-                    Fault::Abort => std::process::abort(),
+                    Fault::Abort => {
+                        eprintln!("this worker aborts on purpose");
+                        std::process::abort();
+                    }
+                    Fault::ExitMemory => std::process::exit(sd_proto::exit::WorkerExit::OutOfMemory.code()),
                     Fault::Frozen => frozen = true,
-                    Fault::Silent | Fault::WrongToken => {}
+                    Fault::Silent | Fault::WrongToken | Fault::Deaf => {}
+                    Fault::OutOfMemory => {
+                        let error = TaskError::OutOfMemory as i32;
+                        let message = "this task needs more memory than its lease".into();
+                        let failed = TaskFailed { task_id: task.task_id, error, message };
+                        say.send(wrap(from_worker::Message::Failed(failed))).await?;
+                    }
+                    Fault::LyingCheckpoint => {
+                        lie_about_checkpoints(&task)?;
+                        std::process::abort();
+                    }
                     Fault::LyingShape | Fault::LyingWriter | Fault::Garbage | Fault::Unsealed => {
                         let outputs = lie(&task, fault)?;
                         say.send(wrap(from_worker::Message::Done(done(&task, outputs)))).await?;
@@ -160,6 +205,30 @@ async fn misbehave(arguments: &Arguments, fault: Fault) -> anyhow::Result<()> {
 
 fn done(task: &Task, outputs: Vec<NamedSegment>) -> TaskDone {
     TaskDone { task_id: task.task_id, outputs, ..TaskDone::default() }
+}
+
+/// Seals both slots for checkpoints: one holds noise, the other a whole checkpoint of a step that the run does not have.
+fn lie_about_checkpoints(task: &Task) -> anyhow::Result<()> {
+    let body = [7u8; 64];
+    let beyond = [&checkpoint::head(1 << 30, &body)[..], &body].concat();
+    for (number, (segment, payload)) in (4u64..).zip(task.checkpoints.iter().zip([vec![0xA5; 96], beyond])) {
+        let memory = ShmemConf::new().os_id(format!("/{}", segment.name)).open()?;
+        let header = Header {
+            element_type: segment.element_type(),
+            shape: vec![payload.len() as u64],
+            capacity: segment.capacity,
+            writer: segment.writer,
+            sequence: number,
+        };
+        let fields = header.encode()?;
+        // SAFETY: the slot has a header page and room for far more than these bytes, and nobody reads it before this process is
+        // dead.
+        unsafe {
+            std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr().add(HEADER_BYTES), payload.len());
+            std::ptr::copy_nonoverlapping(fields.as_ptr(), memory.as_ptr(), fields.len());
+        }
+    }
+    Ok(())
 }
 
 /// Writes every output of the task wrongly, and reports it as if it were right.
