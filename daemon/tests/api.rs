@@ -135,6 +135,7 @@ impl Overview for FakeOverview {
             overdraft: 0,
             degraded: None,
             held_until: None,
+            foreign: Vec::new(),
             leases: Vec::new(),
             holders: Vec::new(),
             waiters: Vec::new(),

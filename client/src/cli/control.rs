@@ -54,7 +54,8 @@ pub(super) async fn status(global: &Global) -> Result<ProgramExit, Trouble> {
     screen::out(table.render())?;
     let mut foreign = Table::new(&["DEVICE", ">PID", "OTHER PROGRAM", ">HOLDS"]);
     for (device, process) in status.devices.iter().flat_map(|d| d.foreign.iter().map(move |process| (d, process))) {
-        let (pid, bytes) = (process.pid.to_string(), human::bytes(process.bytes));
+        let pid = process.pid.to_string();
+        let bytes = process.bytes.map_or("not told".into(), human::bytes);
         foreign.row([device.id.clone(), pid, process.name.clone(), bytes]);
     }
     if !foreign.is_empty() {

@@ -1,12 +1,15 @@
 //! `sdctl doctor`: one line a check, with a remedy where one is needed.
 
+mod devices;
+mod locks;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::sys::resource::Resource;
 use sd_client::{Client, ConnectError, Places, find_program};
 use sd_proto::exit::ProgramExit;
-use sd_proto::instance::{SHM_DIR, default_lock_dir, sweep};
+use sd_proto::instance::{SHM_DIR, default_lock_dir};
 use serde_json::{Value, json};
 
 use super::args::{DoctorArgs, Global};
@@ -69,15 +72,17 @@ impl Check {
 /// Runs every check; exits 1 where one fails.
 pub(super) async fn run(global: &Global, args: DoctorArgs) -> Result<ProgramExit, Trouble> {
     let places = Places::from_environment(global.endpoint.clone())?;
+    let locked = machine::limit(Resource::RLIMIT_MEMLOCK);
     let mut checks = programs().await;
+    checks.extend(devices::checks(find_program().ok().as_deref(), locked.as_ref().ok().copied().flatten()).await);
     checks.extend(daemons(&places).await);
     checks.push(shared_memory(machine::shared_memory()));
     checks.push(memory(machine::host_memory(), machine::group_memory()));
-    checks.push(locked_memory(machine::limit(Resource::RLIMIT_MEMLOCK)));
+    checks.push(locked_memory(locked));
     checks.push(open_files(machine::limit(Resource::RLIMIT_NOFILE)));
     checks.push(cpu(&machine::cpu_features()));
     checks.push(cache());
-    checks.extend(locks(default_lock_dir(), args.sweep));
+    checks.extend(locks::checks(default_lock_dir(), args.sweep));
     if global.json {
         screen::out(format_args!("{:#}", Value::Array(checks.iter().map(Check::json).collect())))?;
     } else {
@@ -285,72 +290,10 @@ fn cache_folder() -> PathBuf {
     }
 }
 
-fn locks(lock_dir: std::io::Result<PathBuf>, sweeping: bool) -> Vec<Check> {
-    let lock_dir = match lock_dir {
-        Ok(lock_dir) => lock_dir,
-        Err(error) => {
-            return vec![Check::fail(
-                "lock folder",
-                error.to_string(),
-                "set SDD_LOCK_DIR to a folder that all users may write",
-            )];
-        }
-    };
-    let shown = lock_dir.display().to_string();
-    let folder = match machine::writable(&lock_dir) {
-        Ok(()) => Check::ok("lock folder", shown.clone()),
-        Err(error) => Check::fail("lock folder", error, "chmod 1777 on it, or set SDD_LOCK_DIR"),
-    };
-    let mut checks = vec![folder];
-    if sweeping {
-        checks.push(match sweep(&lock_dir) {
-            Ok(swept) => Check::ok(
-                "swept",
-                format!(
-                    "{}, {} of {}, {}",
-                    human::count(swept.instances as u64, "dead daemon"),
-                    human::count(swept.segments as u64, "segment"),
-                    human::bytes(swept.bytes),
-                    human::count(swept.sockets as u64, "socket"),
-                ),
-            ),
-            Err(error) => {
-                Check::fail("swept", format!("{shown}: {error}"), "run it as the user whose leftovers these are")
-            }
-        });
-    }
-    checks.push(match machine::leftovers(&lock_dir, Path::new(SHM_DIR)) {
-        Ok(found) => leftovers(found),
-        Err(error) => Check::warn("leftovers", format!("{shown}: {error}"), "make the folder readable"),
-    });
-    checks
-}
-
-fn leftovers(found: machine::Leftovers) -> Check {
-    let name = "leftovers";
-    if found == machine::Leftovers::default() {
-        return Check::ok(name, "none");
-    }
-    let text = format!(
-        "{}, {} of {} in {SHM_DIR}",
-        human::count(found.instances as u64, "dead daemon"),
-        human::count(found.segments as u64, "segment"),
-        human::bytes(found.bytes),
-    );
-    let remedy = match found.orphans {
-        0 => "sdctl doctor --sweep removes them (so does the next start of sdd)".to_owned(),
-        n => format!(
-            "sdctl doctor --sweep; {} without a lock file: rm {SHM_DIR}/sdd-* once no daemon runs",
-            human::count(n as u64, "segment")
-        ),
-    };
-    Check::warn(name, text, remedy)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use machine::{Leftovers, Space};
+    use machine::Space;
 
     #[test]
     fn small_shared_memory_names_the_option_that_enlarges_it() {
@@ -369,25 +312,6 @@ mod tests {
         assert_eq!(memory(Some(space(32 << 30)), Some(space(1 << 30))).level, Level::Warn);
         assert_eq!(memory(Some(space(32 << 30)), Some(space(100 << 20))).level, Level::Fail);
         assert_eq!(memory(None, None).level, Level::Warn);
-    }
-
-    #[test]
-    fn leftovers_come_with_their_remedy() {
-        assert_eq!(leftovers(Leftovers::default()).level, Level::Ok);
-        let check = leftovers(Leftovers { instances: 1, segments: 2, bytes: 20, orphans: 0 });
-        assert_eq!(check.level, Level::Warn);
-        assert!(check.remedy.unwrap().contains("--sweep"));
-    }
-
-    #[test]
-    fn sweeping_removes_what_the_dead_left() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("instance-0123456789abcdef.lock"), "").unwrap();
-        let before = locks(Ok(dir.path().to_owned()), false);
-        assert!(before.last().unwrap().found.starts_with("1 dead daemon"), "{before:?}");
-        let after = locks(Ok(dir.path().to_owned()), true);
-        assert!(after[1].found.starts_with("1 dead daemon"), "{after:?}");
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use sd_proto::v1;
 
 use crate::arena::{Arena, ArenaUsage};
 use crate::jobs::store::duration;
-use crate::residency::{DeviceSnapshot, Residency};
+use crate::residency::{DeviceSnapshot, ForeignProcess, Residency};
 use crate::workers::{WorkerPhase, WorkerView, Workers, stage_name};
 
 /// The daemon's view of its devices, workers and shared memory.
@@ -57,9 +57,13 @@ pub fn device(snapshot: &DeviceSnapshot) -> v1::Device {
         unproven_bytes: snapshot.unproven,
         degraded: snapshot.degraded.is_some(),
         capacity_bytes: snapshot.capacity,
-        foreign: Vec::new(),
+        foreign: snapshot.foreign.iter().map(foreign).collect(),
         held_until: snapshot.held_until.map(Into::into),
     }
+}
+
+fn foreign(process: &ForeignProcess) -> v1::ForeignProcess {
+    v1::ForeignProcess { pid: process.pid, name: process.name.clone(), bytes: process.bytes }
 }
 
 /// A device's leases on the wire.

@@ -434,13 +434,32 @@ impl Owner {
         let _ = self.decisions.send(decision);
     }
 
+    /// A view with what the device shows now of others. One that is only observed has no ledger that follows them.
+    fn as_it_stands(&self, device: &Device, view: DeviceSnapshot) -> DeviceSnapshot {
+        let Ok(Some(reading)) = device.config.probe.reading(&self.pids_on(&device.config.id)) else { return view };
+        let capacity = match device.config.probe.usable() {
+            Ok(()) => view.capacity,
+            Err(_) => reading.capacity(view.budget, 0),
+        };
+        DeviceSnapshot { foreign: reading.foreign().to_vec(), capacity, ..view }
+    }
+
+    /// Processes of ours that hold leases on a device.
+    fn pids_on(&self, device: &DeviceId) -> Vec<u32> {
+        let here = |incarnation: &Incarnation| self.places.get(incarnation) == Some(device);
+        self.pids.iter().filter(|(incarnation, _)| here(incarnation)).map(|(_, pid)| *pid).collect()
+    }
+
     fn snapshot(&self) -> Vec<DeviceSnapshot> {
         let now = self.clock.now();
         let view = |device: &Device| {
             let view = device.ledger.snapshot(&device.config.name, device.config.total, now);
             let held_until = device.ledger.held_for(now).map(|time| SystemTime::now() + time);
-            DeviceSnapshot { held_until, ..view }
+            self.as_it_stands(device, DeviceSnapshot { held_until, ..view })
         };
-        self.devices.values().map(view).collect()
+        let mut views: Vec<DeviceSnapshot> = self.devices.values().map(view).collect();
+        // Where stages run comes first.
+        views.sort_by_key(|view| (view.device != DeviceId::cpu(), view.device.clone()));
+        views
     }
 }

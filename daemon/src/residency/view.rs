@@ -4,6 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use sd_proto::v1;
 
+use super::device::ForeignProcess;
 use super::lease::{Incarnation, LeaseId, Purpose};
 use crate::ids::{DeviceId, JobId};
 
@@ -30,6 +31,8 @@ pub struct DeviceSnapshot {
     pub degraded: Option<String>,
     /// Given to other programs until then: nothing is granted.
     pub held_until: Option<SystemTime>,
+    /// Processes on the device that are not this daemon's, largest first; empty where it lists none.
+    pub foreign: Vec<ForeignProcess>,
     /// Every lease.
     pub leases: Vec<LeaseView>,
     /// Every process that holds leases.

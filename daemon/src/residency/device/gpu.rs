@@ -14,6 +14,9 @@ use crate::residency::ledger::Rules;
 /// Bytes of a GPU that are never leased: what contexts and the driver may take beyond what they were seen to take.
 const MARGIN: u64 = 128 << 20;
 
+/// Why nothing is leased of a GPU yet.
+const NO_CUDA: &str = "the worker of this build computes on the CPU alone (it has no CUDA): place the stage on cpu";
+
 /// What is asked of a driver. [`Nvml`](super::Nvml) asks NVIDIA's; tests play one. Every call answers within
 /// milliseconds, and a failed one is an error, never a zero.
 pub trait GpuSource: Send + Sync + 'static {
@@ -154,7 +157,7 @@ pub fn merge(lists: impl IntoIterator<Item = Vec<GpuProcess>>) -> Vec<GpuProcess
 }
 
 impl DeviceConfig {
-    /// A GPU. A budget that is not given is all that is free there, but for the margin.
+    /// A GPU, observed: this build leases nothing there. A budget that is not given is all that is free there, but for the margin.
     ///
     /// # Errors
     /// The driver does not say how much there is, or `budget` is more.
@@ -173,7 +176,7 @@ impl DeviceConfig {
             }
             Budget::Bytes(budget) => budget,
         };
-        let probe = Arc::new(GpuProbe::new(source.clone(), facts.id.clone(), host));
+        let probe = Arc::new(GpuProbe::new(source.clone(), facts.id.clone(), host).observed_only(NO_CUDA));
         // The driver frees what a process held, some time after it is reaped: the device must be asked.
         let rules = Rules { reaping_proves: false, ..Rules::default() };
         Ok(Self { id: facts.id, name: facts.name, total: memory.total, budget, rules, probe })
@@ -187,12 +190,20 @@ pub struct GpuProbe {
     host: HostFacts,
     /// Processes that the driver has shown. Where it may not show all, the absence of one of these says something.
     shown: Mutex<BTreeSet<u32>>,
+    /// Why nothing is leased there, if so.
+    observed_only: Option<String>,
 }
 
 impl GpuProbe {
-    /// A probe of one GPU of a source.
+    /// A probe of one GPU of a source, where leases may be had.
     pub fn new(source: Arc<dyn GpuSource>, gpu: DeviceId, host: HostFacts) -> Self {
-        Self { source, gpu, host, shown: Mutex::default() }
+        Self { source, gpu, host, shown: Mutex::default(), observed_only: None }
+    }
+
+    /// The same for a GPU where nothing is leased, for this reason.
+    #[must_use]
+    pub fn observed_only(self, why: impl Into<String>) -> Self {
+        Self { observed_only: Some(why.into()), ..self }
     }
 
     /// The processes, or why they are not shown.
@@ -219,7 +230,7 @@ impl GpuProbe {
 
 impl DeviceProbe for GpuProbe {
     fn usable(&self) -> Result<(), String> {
-        Err("the worker of this build computes on the CPU alone (it has no CUDA): place the stage on cpu".into())
+        self.observed_only.clone().map_or(Ok(()), Err)
     }
 
     fn process_bytes(&self, pid: u32) -> io::Result<Option<u64>> {

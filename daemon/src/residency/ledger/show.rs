@@ -22,6 +22,7 @@ impl Ledger {
             overdraft: self.holders.values().map(|holder| holder.overdraft).sum(),
             degraded: self.degraded.clone(),
             held_until: None,
+            foreign: Vec::new(),
             leases: self.leases.values().map(|lease| self.lease_view(lease, now)).collect(),
             holders: self.holder_views(now),
             waiters: self.waiter_views(now),
