@@ -102,6 +102,9 @@ fn unknown_keys_and_wrong_values_name_key_file_and_line() {
         ("\n\nthread = 2\n", 3, vec!["thread", "threads"]),
         ("threads = \"many\"\n", 1, vec!["many"]),
         ("[devices.cpu]\nbudget = \"8 parsecs\"\n", 2, vec!["8 parsecs", "8GiB"]),
+        ("[memory]\ndit_gpu_block = 3\n", 2, vec!["dit_gpu_block", "dit_gpu_blocks"]),
+        ("[memory]\npreset = \"48gb\"\n", 2, vec!["48gb", "minimal"]),
+        ("[model_memory.x]\n\nreserve_gb = -1\n", 3, vec!["-1", "gigabytes"]),
         ("[limits\n", 1, vec![]),
         ("threads = 2\nthreads = 3\n", 2, vec!["duplicate"]),
     ] {
@@ -127,6 +130,9 @@ fn unknown_keys_and_wrong_values_name_key_file_and_line() {
         ("[devices.cuda0]\nbudget = 1\nshare = true\n", 3, "devices.cuda0.share", "only the CPU"),
         ("[log]\nformat = \"xml\"\n", 2, "log.format", "json"),
         ("[log]\nfilter = \"sdd=loud\"\n", 2, "log.filter", "loud"),
+        ("[memory]\nparams_backend = \"text=tape\"\n", 2, "memory.params_backend", "disk"),
+        ("[memory]\n\nvae_tile_batch = 0\n", 3, "memory.vae_tile_batch", "at least 1"),
+        ("[model_memory.big]\nbackend = \"vae=cuda0\"\n", 2, "model_memory.big.backend", "cannot compute"),
         ("worker_binary = \"missing/sd-worker\"\n", 1, "worker_binary", "missing/sd-worker"),
     ] {
         let file = place.write("bad.toml", text);
@@ -156,6 +162,11 @@ fn wrong_variables_and_flags_name_themselves() {
         (["--listen", "0.0.0.0:7860"], "insecure_listen"),
         (["--listen", "example.org:7860"], "not authenticated"),
         (["--threads", "few"], "threads (--threads)"),
+        (["--offload-mode", "sometimes"], "cond_diffusion"),
+        (["--max-vram", "much"], "memory.max_vram"),
+        (["--backend", "vae=cuda0"], "cannot compute on cuda0"),
+        (["--set", "model_memory.big.presett=8gb"], "no such key"),
+        (["--set", "memory.vae_tile_size=100"], "multiple of 8"),
         (["--no-such-flag", "x"], "--no-such-flag"),
     ] {
         let message = refusal(&place.print(|sdd| sdd.args(flags)));
@@ -209,5 +220,86 @@ fn bad_configuration_ends_the_daemon_before_anything_is_bound() {
     assert!(message.starts_with("sdd: deadlines.pulse (--set)"), "{message}");
     for name in ["run", "locks"] {
         assert!(!Path::new(&place.path(name)).exists(), "{name} was made");
+    }
+}
+
+/// The line of a value that is set, or shown as a comment where a preset or default gives it.
+fn shown(text: &str, key: &str) -> String {
+    let found = text.lines().find(|line| line.trim_start_matches("# ").starts_with(&format!("{key} = ")));
+    found.unwrap_or_else(|| panic!("no {key} in\n{text}")).to_owned()
+}
+
+#[test]
+fn every_option_of_memory_has_the_flag_that_users_know() {
+    let place = Place::new();
+    for (flags, key, value) in [
+        (vec!["--preset", "gb16"], "preset", "\"16gb\" # --preset"),
+        (vec!["--offload-mode", "cond_only"], "offload_mode", "\"cond_only\" # --offload-mode"),
+        (vec!["--offload-cond-stage"], "offload_cond_stage", "true # --offload-cond-stage"),
+        (vec!["--no-offload-cond-stage"], "offload_cond_stage", "false # --no-offload-cond-stage"),
+        (vec!["--offload-diffusion"], "offload_diffusion", "true # --offload-diffusion"),
+        (vec!["--no-offload-diffusion"], "offload_diffusion", "false # --no-offload-diffusion"),
+        (vec!["--no-reload-cond-stage"], "reload_cond_stage", "false # --no-reload-cond-stage"),
+        (vec!["--no-reload-diffusion", "--reload-diffusion"], "reload_diffusion", "true # --reload-diffusion"),
+        (vec!["--offload-log"], "offload_log", "true # --offload-log"),
+        (vec!["--vram-estimation", "formula"], "vram_estimation", "\"formula\" # --vram-estimation"),
+        (vec!["--streaming-prefetch"], "streaming_prefetch", "1 # --streaming-prefetch"),
+        (vec!["--streaming-prefetch", "0"], "streaming_prefetch", "0 # --streaming-prefetch"),
+        (vec!["--no-streaming-prefetch"], "streaming_prefetch", "0 # --no-streaming-prefetch"),
+        (vec!["--streaming-min-vram", "256"], "streaming_min_vram", "256 # --streaming-min-vram"),
+        (vec!["--max-vram", "-1.5"], "max_vram", "-1.5 # --max-vram"),
+        (vec!["--vae-tiling"], "vae_tiling", "true # --vae-tiling"),
+        (vec!["--no-vae-tiling"], "vae_tiling", "false # --no-vae-tiling"),
+        (vec!["--vae-tile-size", "256"], "vae_tile_size", "256 # --vae-tile-size"),
+        (vec!["--vae-tile-overlap", "32"], "vae_tile_overlap", "32 # --vae-tile-overlap"),
+        (vec!["--params-backend", "text=disk,*=cpu"], "params_backend", "\"text=disk,*=cpu\" # --params-backend"),
+        (vec!["--offload-to-cpu"], "params_backend", "\"*=cpu\" # --offload-to-cpu"),
+        (vec!["--backend", "text=cpu", "--vae-on-cpu"], "backend", "\"text=cpu,vae=cpu\" # --backend --vae-on-cpu"),
+        (vec!["--clip-on-cpu"], "backend", "\"text=cpu\" # --clip-on-cpu"),
+    ] {
+        let text = stdout(&place.print(|sdd| sdd.args(&flags)));
+        assert_eq!(line(&text, key), format!("{key} = {value}"), "{flags:?}");
+    }
+}
+
+#[test]
+fn what_nobody_writes_comes_from_the_preset_and_says_so() {
+    let place = Place::new();
+    let text = stdout(&place.print(|sdd| sdd));
+    assert_eq!(shown(&text, "dit_gpu_blocks"), "# dit_gpu_blocks = -1 # preset auto");
+    assert_eq!(shown(&text, "offload_mode"), "# offload_mode = \"auto\" # default");
+    assert_eq!(shown(&text, "reload_diffusion"), "# reload_diffusion = true # default");
+    let file = place.write("my.toml", "[memory]\npreset = \"8gb\"\nmlp_chunk = 7\n[model_memory.\"a.b\"]\ntoken_chunk = 9\n");
+    let text = stdout(&place.print(|sdd| sdd.arg("--config").arg(&file).env("SDD_MEMORY_OFFLOAD_MODE", "none")));
+    assert_eq!(shown(&text, "token_chunk"), "# token_chunk = 4096 # preset 8gb");
+    assert_eq!(line(&text, "mlp_chunk"), format!("mlp_chunk = 7 # {}:3", file.display()));
+    assert_eq!(line(&text, "offload_mode"), "offload_mode = \"none\" # SDD_MEMORY_OFFLOAD_MODE");
+    assert_eq!(line(&text, "token_chunk"), format!("token_chunk = 9 # {}:5", file.display()), "the model's own");
+}
+
+#[test]
+fn a_file_for_memory_must_have_its_table_and_stands_on_its_preset_alone() {
+    let place = Place::new();
+    let config = place.write("my.toml", "[memory]\npreset = \"8gb\"\ntoken_chunk = 5\noffload_mode = \"cond_only\"\n");
+    let with = |memory: &Path| place.print(|sdd| sdd.arg("--config").arg(&config).arg("--memory").arg(memory));
+    let plain = place.write("plain.toml", "[memory]\nmlp_chunk = 3\n");
+    let text = stdout(&with(&plain));
+    assert_eq!(line(&text, "mlp_chunk"), format!("mlp_chunk = 3 # {}:2", plain.display()));
+    assert_eq!(shown(&text, "token_chunk"), "# token_chunk = 16384 # preset 24gb", "nothing of the table below");
+    assert_eq!(line(&text, "preset"), format!("preset = \"24gb\" # {}:1", plain.display()));
+    assert!(line(&text, "offload_mode").contains("my.toml:4"), "what presets do not fill stays");
+    let named = place.write("named.toml", "[memory]\npreset = \"minimal\"\n");
+    assert_eq!(shown(&stdout(&with(&named)), "token_chunk"), "# token_chunk = 2048 # preset minimal");
+    for (text, line, word) in
+        [("", 1, "no table [memory]"), ("[memory]\nx = 1\n", 2, "dit_gpu_blocks"), ("threads = 2\n[memory]\n", 1, "threads")]
+    {
+        let bad = place.write("bad.toml", text);
+        let message = refusal(&with(&bad));
+        assert!(message.contains(&format!("{}:{line}:", bad.display())) && message.contains(word), "{message}");
+    }
+    // Those that are delivered are good ones.
+    let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs");
+    for entry in std::fs::read_dir(configs).unwrap() {
+        stdout(&with(&entry.unwrap().path()));
     }
 }
