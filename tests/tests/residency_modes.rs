@@ -180,3 +180,42 @@ async fn a_stage_stays_where_the_next_finds_room_beside_it_and_that_is_explained
     assert!(kept[0].text.contains("to spare"), "{kept:?}");
     assert!(daemon.stop().success());
 }
+
+#[tokio::test]
+async fn needs_are_run_dry_at_first_and_known_from_measurement_afterwards_over_a_restart() {
+    let sandbox = Sandbox::new();
+    let sources = |fit: sd_proto::v1::FitResponse| -> Vec<String> {
+        fit.stages.into_iter().map(|stage| stage.source).collect()
+    };
+    let asked = || request(MemoryRequest::default());
+    let daemon = Daemon::start(&sandbox, &Options::default());
+    let calls = Calls::connect(&daemon).await;
+    assert_eq!(sources(calls.fit(asked()).await.unwrap()), ["dryrun"; 3]);
+    pixels(&calls.run(asked(), |_| {}).await.unwrap());
+    assert_eq!(sources(calls.fit(asked()).await.unwrap()), ["learned"; 3]);
+    assert!(daemon.stop().success());
+
+    let again = Daemon::start(&sandbox, &Options::default().set("memory.vram_estimation=formula"));
+    let calls = Calls::connect(&again).await;
+    assert_eq!(sources(calls.fit(asked()).await.unwrap()), ["learned"; 3]);
+    let larger = ImageRequest { width: 192, ..asked() };
+    assert_eq!(sources(calls.fit(larger).await.unwrap()), ["learned", "formula", "formula"], "another shape");
+    assert!(again.stop().success());
+}
+
+#[tokio::test]
+async fn what_does_not_fit_is_refused_with_the_largest_size_that_does_and_that_size_is_admitted() {
+    let sandbox = Sandbox::new();
+    let daemon = Daemon::start(&sandbox, &Options::default().set("devices.cpu.budget=200MiB"));
+    let calls = Calls::connect(&daemon).await;
+    let asked = |width, height| ImageRequest { width, height, ..request(in_mode(OffloadMode::Auto)) };
+    let fit = calls.fit(asked(4096, 2048)).await.unwrap();
+    assert!(!fit.fits && fit.largest_width > 128, "{fit:?}");
+    let refusal = calls.run(asked(4096, 2048), |_| {}).await.expect_err("too large");
+    assert_eq!(refusal.message(), fit.advice, "told before and then are the same words");
+    let largest = calls.fit(asked(fit.largest_width, fit.largest_height)).await.unwrap();
+    assert!(largest.fits, "{largest:?}");
+    assert!(largest.plan.unwrap().vae_tile > 0, "that large it fits in tiles only");
+    assert_eq!(calls.fit(asked(128, 128)).await.unwrap().plan.unwrap().vae_tile, 0);
+    assert!(daemon.stop().success());
+}

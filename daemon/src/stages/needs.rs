@@ -548,7 +548,7 @@ mod tests {
         let ring = request.model.report.task(Stage::Denoise).unwrap().1.largest_segment_bytes;
         assert_eq!(weights(&needs, &request, Stage::Denoise), (ring, ring), "0 blocks where it does not fit whole");
         let (needs, request) = under(1 << 30, "dit_gpu_blocks = 0\nvae_resident = false");
-        assert!(weights(&needs, &request, Stage::Denoise).1 < 3 * ring);
+        assert!(weights(&needs, &request, Stage::Denoise).1 <= 3 * ring);
         let (needs, request) = under(1 << 30, "dit_gpu_blocks = 100000");
         let all = request.model.report.task(Stage::Denoise).unwrap().1.weights_bytes;
         assert_eq!(weights(&needs, &request, Stage::Denoise).1, all, "clamped");
