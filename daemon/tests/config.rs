@@ -269,7 +269,8 @@ fn what_nobody_writes_comes_from_the_preset_and_says_so() {
     assert_eq!(shown(&text, "dit_gpu_blocks"), "# dit_gpu_blocks = -1 # preset auto");
     assert_eq!(shown(&text, "offload_mode"), "# offload_mode = \"auto\" # default");
     assert_eq!(shown(&text, "reload_diffusion"), "# reload_diffusion = true # default");
-    let file = place.write("my.toml", "[memory]\npreset = \"8gb\"\nmlp_chunk = 7\n[model_memory.\"a.b\"]\ntoken_chunk = 9\n");
+    let file =
+        place.write("my.toml", "[memory]\npreset = \"8gb\"\nmlp_chunk = 7\n[model_memory.\"a.b\"]\ntoken_chunk = 9\n");
     let text = stdout(&place.print(|sdd| sdd.arg("--config").arg(&file).env("SDD_MEMORY_OFFLOAD_MODE", "none")));
     assert_eq!(shown(&text, "token_chunk"), "# token_chunk = 4096 # preset 8gb");
     assert_eq!(line(&text, "mlp_chunk"), format!("mlp_chunk = 7 # {}:3", file.display()));
@@ -290,9 +291,11 @@ fn a_file_for_memory_must_have_its_table_and_stands_on_its_preset_alone() {
     assert!(line(&text, "offload_mode").contains("my.toml:4"), "what presets do not fill stays");
     let named = place.write("named.toml", "[memory]\npreset = \"minimal\"\n");
     assert_eq!(shown(&stdout(&with(&named)), "token_chunk"), "# token_chunk = 2048 # preset minimal");
-    for (text, line, word) in
-        [("", 1, "no table [memory]"), ("[memory]\nx = 1\n", 2, "dit_gpu_blocks"), ("threads = 2\n[memory]\n", 1, "threads")]
-    {
+    for (text, line, word) in [
+        ("", 1, "no table [memory]"),
+        ("[memory]\nx = 1\n", 2, "dit_gpu_blocks"),
+        ("threads = 2\n[memory]\n", 1, "threads"),
+    ] {
         let bad = place.write("bad.toml", text);
         let message = refusal(&with(&bad));
         assert!(message.contains(&format!("{}:{line}:", bad.display())) && message.contains(word), "{message}");

@@ -184,9 +184,8 @@ async fn a_stage_stays_where_the_next_finds_room_beside_it_and_that_is_explained
 #[tokio::test]
 async fn needs_are_run_dry_at_first_and_known_from_measurement_afterwards_over_a_restart() {
     let sandbox = Sandbox::new();
-    let sources = |fit: sd_proto::v1::FitResponse| -> Vec<String> {
-        fit.stages.into_iter().map(|stage| stage.source).collect()
-    };
+    let sources =
+        |fit: sd_proto::v1::FitResponse| -> Vec<String> { fit.stages.into_iter().map(|stage| stage.source).collect() };
     let asked = || request(MemoryRequest::default());
     let daemon = Daemon::start(&sandbox, &Options::default());
     let calls = Calls::connect(&daemon).await;

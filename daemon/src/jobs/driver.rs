@@ -66,8 +66,15 @@ impl Assignment {
     }
 }
 
-/// Runs a job to its end.
+/// Runs a job to its end, and tells the runner that it has ended.
 pub async fn drive<R: StageRunner>(runner: Arc<R>, job: Assignment) -> DriverEnd {
+    let id = job.job.clone();
+    let end = drive_stages(runner.clone(), job).await;
+    R::ended(&runner, &id);
+    end
+}
+
+async fn drive_stages<R: StageRunner>(runner: Arc<R>, job: Assignment) -> DriverEnd {
     let mut held: BTreeMap<Slot, R::Output> = BTreeMap::new();
     let of = job.plan.runs().len() as u32;
     let mut told = 0;

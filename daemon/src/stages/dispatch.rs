@@ -18,6 +18,7 @@ use tokio::time::Instant;
 use super::checkpoint::{Checkpoint, newest};
 use super::conditioning::{self, CacheConfig, Conditioning};
 use super::failure::{Lost, failure, of_death, of_refusal, of_run, of_start};
+use super::moves::Moves;
 use super::operate::Pins;
 use super::plan::{Role, Slot, worker_stage};
 use super::quarantine::{Quarantine, Suspect};
@@ -26,7 +27,7 @@ use super::runner::{StageNews, StageOrder, StageReport, StageRunner, Stopped};
 use super::segments::{Segments, Tensor};
 use super::task::work;
 use crate::arena::Arena;
-use crate::ids::DeviceId;
+use crate::ids::{DeviceId, JobId};
 use crate::jobs::request::Admitted;
 use crate::jobs::store::duration;
 use crate::journal::Journal;
@@ -96,7 +97,8 @@ pub struct Dispatcher {
     threads: usize,
     pub(super) tasks: AtomicU64,
     pub(super) pins: Pins,
-    journal: Journal,
+    pub(super) moves: Moves,
+    pub(super) journal: Journal,
     quarantine: Quarantine,
     conditioning: Conditioning,
     /// The process of each kind, running or about to be started.
@@ -136,6 +138,7 @@ impl Dispatcher {
             threads,
             tasks,
             pins,
+            moves: Moves::default(),
             journal,
             quarantine,
             conditioning,
@@ -159,6 +162,21 @@ impl Dispatcher {
     /// The stages that are not started any more.
     pub fn quarantine(&self) -> Quarantine {
         self.quarantine.clone()
+    }
+
+    /// The device of its stages.
+    pub(super) fn device_of(&self) -> &DeviceId {
+        &self.device
+    }
+
+    /// What a run needs on its device.
+    pub(super) fn parts_of(&self, order: &StageOrder<Tensor>) -> Vec<LeasePart> {
+        self.needs.parts(&order.request, order.run.stage, tokens(order))
+    }
+
+    /// Bytes that a stage's process holds when all of it is there.
+    pub(super) fn whole_of(&self, request: &Admitted, stage: Stage) -> u64 {
+        self.needs.parts(request, stage, None).iter().fold(0, |sum, part| sum.saturating_add(part.want))
     }
 
     fn chosen(&self) -> MutexGuard<'_, HashMap<Key, Chosen>> {
@@ -217,7 +235,8 @@ impl Dispatcher {
         shared_memory: u64,
     ) -> Result<Granted, Stopped> {
         let stage = order.run.stage;
-        for _ in 0..ATTEMPTS {
+        let mut gone = 0;
+        while gone < ATTEMPTS {
             let incarnation = self.choose(key);
             let vector = LeaseVector {
                 device: self.device.clone(),
@@ -225,7 +244,7 @@ impl Dispatcher {
                 tenant: order.tenant.clone(),
                 job: order.job.clone(),
                 holder: format!("{} of {}", stage_name(key.stage), order.request.model.name),
-                parts: self.needs.parts(&order.request, stage, tokens(order)),
+                parts: self.parts_of(order),
                 shared_memory,
             };
             let granted = tokio::select! {
@@ -235,10 +254,16 @@ impl Dispatcher {
             };
             match granted {
                 Ok(granted) => {
+                    self.keep_while_it_runs(order, incarnation);
                     self.keep_pinned(key, incarnation);
                     return Ok(granted);
                 }
-                Err(Refusal::HolderGone { .. }) => self.forget(key, incarnation),
+                Err(Refusal::HolderGone { .. }) => {
+                    gone += 1;
+                    self.forget(key, incarnation);
+                }
+                // A job in mode none keeps its stages until it ends: then there is room.
+                Err(Refusal::Pinned { .. }) if self.wait_for_unpinning(order).await => {}
                 Err(refusal) => return Err(failed(of_refusal(stage, &refusal))),
             }
         }
@@ -544,6 +569,7 @@ impl StageRunner for Dispatcher {
         if let Some(report) = remembered.as_ref().and_then(|key| self.recall(&order, kind, key)) {
             return Ok(report);
         }
+        self.make_way(&order, &Key::of(&order.request, kind)).await;
         let (mut retries, mut waited, mut resume) = (0, Duration::ZERO, None::<Checkpoint>);
         loop {
             let key = Key::of(&order.request, kind);
@@ -557,6 +583,7 @@ impl StageRunner for Dispatcher {
                     if let (Some(key), Some(written)) = (remembered, report.outputs.values().next()) {
                         self.conditioning.put(key, written.clone());
                     }
+                    self.after_run(&order, &key).await;
                     return Ok(report);
                 }
                 Err(attempt) => attempt,
@@ -584,5 +611,9 @@ impl StageRunner for Dispatcher {
                 }
             }
         }
+    }
+
+    fn ended(runner: &Arc<Self>, job: &JobId) {
+        Self::leave(runner, job);
     }
 }

@@ -6,6 +6,7 @@
 //! * [`task`]: a stage run as the task that a worker is sent.
 //! * [`failure`]: what went wrong, in the words of the public interface.
 //! * [`memory`]: how a job uses memory.
+//! * `moves`: who leaves the device before or after a stage, by the job's mode.
 //! * [`dryrun`]: what the worker program says that stages take, without running them.
 //! * [`operate`]: what operators do while jobs run; [`keep_alive`]: what idleness does.
 //! * [`dispatch`]: the real runner: lease → worker → task → validated output; [`segments`]: what the task reads and writes.
@@ -19,6 +20,7 @@ pub mod dryrun;
 pub mod failure;
 pub mod keep_alive;
 pub mod memory;
+mod moves;
 pub mod needs;
 pub mod operate;
 pub mod plan;

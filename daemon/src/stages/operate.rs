@@ -186,7 +186,7 @@ impl Leaving {
 
 impl Dispatcher {
     /// Loads one stage, from lease to loaded weights.
-    async fn load(&self, order: LoadOrder, stop: CancellationToken) -> Result<Loaded, Failure> {
+    pub(super) async fn load(&self, order: LoadOrder, stop: CancellationToken) -> Result<Loaded, Failure> {
         let LoadOrder { job, tenant, request, stage } = order;
         let plan = StagePlan::of(&request, Grouping::ByStage);
         let (Some(kind), Some(run)) = (worker_stage(stage), plan.runs().iter().find(|run| run.stage == stage)) else {
@@ -265,6 +265,11 @@ impl Dispatcher {
         for incarnation in running.into_iter().chain(self.chosen_of(|key| key.dir == dir)) {
             self.residency.pin(incarnation, pinned);
         }
+    }
+
+    /// Whether an operator has pinned a request's model.
+    pub(super) fn is_pinned(&self, request: &Admitted) -> bool {
+        self.pins.holds(&request.model.dir)
     }
 
     /// Pins a process that has just been granted its leases, if its model is pinned.

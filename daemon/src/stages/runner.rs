@@ -116,4 +116,7 @@ pub trait StageRunner: Send + Sync + 'static {
         &self,
         order: StageOrder<Self::Output>,
     ) -> impl Future<Output = Result<StageReport<Self::Output>, Stopped>> + Send;
+
+    /// A job has ended, however; it will give no more orders. Returns at once.
+    fn ended(_runner: &Arc<Self>, _job: &JobId) {}
 }
