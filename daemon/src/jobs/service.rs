@@ -22,7 +22,7 @@ use super::wait::{Durations, until_start};
 use crate::ids::{JobId, Tenant};
 use crate::journal::Journal;
 use crate::stages::plan::{Grouping, StagePlan};
-use crate::stages::runner::StageRunner;
+use crate::stages::runner::{Coming, StageRunner};
 
 /// How much is going on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -163,6 +163,7 @@ impl Jobs {
             refusing: false,
             keeper: keeper.clone(),
             next_order: 0,
+            told: Vec::new(),
         };
         tokio::spawn(owner.run(receiver, abandoned_receiver, entries_receiver, ends_receiver));
         Self { commands, abandoned, activity: activity_receiver, entries, keeper }
@@ -301,6 +302,9 @@ impl Jobs {
     }
 }
 
+/// Queued jobs whose stages the runner is told of: what comes later is too far off to decide who leaves now.
+const LOOKED_AHEAD: usize = 8;
+
 struct Draining {
     deadline: Instant,
     counts: Drained,
@@ -323,6 +327,8 @@ struct Owner<R> {
     refusing: bool,
     keeper: Option<Keeper>,
     next_order: u64,
+    /// Jobs whose stages the runner was told of last, and from which of their runs on.
+    told: Vec<(JobId, usize)>,
 }
 
 impl<R: StageRunner> Owner<R> {
@@ -353,6 +359,7 @@ impl<R: StageRunner> Owner<R> {
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => self.drain_overdue(),
             }
             self.dispatch();
+            self.tell_coming();
             self.settle();
         }
         // Nobody is left who could ask: let the drivers stop.
@@ -515,6 +522,29 @@ impl<R: StageRunner> Owner<R> {
             .map(remaining)
             .collect();
         until_start(&running, &queued, self.limits.running_jobs)
+    }
+
+    /// Tells the runner what the living jobs have not come to yet, where that has changed.
+    fn tell_coming(&mut self) {
+        let running = self.store.living().filter(|record| record.state.is_running());
+        let mut places: Vec<(JobId, usize)> =
+            running.map(|record| (record.id.clone(), record.finished_runs() + 1)).collect();
+        places.extend(self.queue.iter().take(LOOKED_AHEAD).map(|job| (job.clone(), 0)));
+        if places == self.told {
+            return;
+        }
+        let mut coming: Vec<Coming> = Vec::new();
+        for (job, from) in &places {
+            let Some(living) = self.store.get(job).and_then(|record| record.living.as_ref()) else { continue };
+            for run in living.plan.runs().iter().skip(*from) {
+                // Several images in a row are one stage that comes.
+                if coming.last().is_none_or(|last| last.job != *job || last.stage != run.stage) {
+                    coming.push(Coming { job: job.clone(), request: living.request.clone(), stage: run.stage });
+                }
+            }
+        }
+        self.told = places;
+        self.runner.coming(coming);
     }
 
     /// Lets a job take an input and does what follows.

@@ -23,7 +23,7 @@ use super::operate::Pins;
 use super::plan::{Role, Slot, worker_stage};
 use super::quarantine::{Quarantine, Suspect};
 use super::resume::Next;
-use super::runner::{StageNews, StageOrder, StageReport, StageRunner, Stopped};
+use super::runner::{Coming, StageNews, StageOrder, StageReport, StageRunner, Stopped};
 use super::segments::{Segments, Tensor};
 use super::task::work;
 use crate::arena::Arena;
@@ -31,7 +31,7 @@ use crate::ids::{DeviceId, JobId};
 use crate::jobs::request::Admitted;
 use crate::jobs::store::duration;
 use crate::journal::Journal;
-use crate::residency::{Granted, LeasePart, LeaseVector, Refusal, Residency};
+use crate::residency::{Granted, LeasePart, LeaseVector, Refusal, Residency, Upcoming};
 use crate::workers::{KillCause, RunError, Worker, WorkerSpec, Workers, stage_name};
 
 /// How often a run looks for another process when the one it was to use goes away before the task began.
@@ -611,6 +611,17 @@ impl StageRunner for Dispatcher {
                 }
             }
         }
+    }
+
+    fn coming(&self, stages: Vec<Coming>) {
+        let upcoming = stages.into_iter().filter_map(|coming| {
+            let Coming { job, request, stage } = coming;
+            let kind = stage_name(worker_stage(stage)?);
+            let needs = self.needs.parts(&request, stage, None).iter().map(|part| part.min).sum();
+            let holder = format!("{kind} of {}", request.model.name);
+            Some(Upcoming { device: self.device.clone(), job, holder, needs })
+        });
+        self.residency.set_upcoming(upcoming.collect());
     }
 
     fn ended(runner: &Arc<Self>, job: &JobId) {

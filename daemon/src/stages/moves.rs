@@ -15,10 +15,11 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use super::dispatch::{Dispatcher, Key, Tensor};
+use super::dispatch::{Dispatcher, Key};
 use super::memory::Leaves;
 use super::operate::LoadOrder;
 use super::runner::{StageNews, StageOrder};
+use super::segments::Tensor;
 use crate::config::placement::ByStage;
 use crate::ids::{JobId, Tenant};
 use crate::jobs::request::Admitted;
@@ -273,7 +274,9 @@ impl Dispatcher {
         if whole.saturating_sub(held).saturating_add(ROOM_TO_SPARE.min(free / 8)) > free {
             return;
         }
-        let order = LoadOrder { job: job.clone(), tenant: moves.tenant.clone(), request, stage };
+        // Not the job itself, which has ended: what is decided for the load is no event of it.
+        let stands_for = JobId::from(format!("reload-{job}"));
+        let order = LoadOrder { job: stands_for, tenant: moves.tenant.clone(), request, stage };
         match self.load(order, CancellationToken::new()).await {
             Ok(loaded) => {
                 tracing::debug!(%job, stage = crate::workers::stage_name(kind), loaded.incarnation, "brought back after the job");

@@ -5,7 +5,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sd_proto::v1::{Failure, ProgressPhase, StageTiming};
+use sd_proto::v1::{Failure, ProgressPhase, Stage, StageTiming};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
@@ -105,6 +105,17 @@ pub enum Stopped {
     Failed(Failure),
 }
 
+/// A stage that a job has not come to yet.
+#[derive(Debug, Clone)]
+pub struct Coming {
+    /// Of which job.
+    pub job: JobId,
+    /// Its request.
+    pub request: Arc<Admitted>,
+    /// The stage.
+    pub stage: Stage,
+}
+
 /// Runs stages.
 pub trait StageRunner: Send + Sync + 'static {
     /// A tensor that a stage wrote.
@@ -116,6 +127,9 @@ pub trait StageRunner: Send + Sync + 'static {
         &self,
         order: StageOrder<Self::Output>,
     ) -> impl Future<Output = Result<StageReport<Self::Output>, Stopped>> + Send;
+
+    /// What running and queued jobs have not come to yet, the next stage first; replaces what was said before. Returns at once.
+    fn coming(&self, _stages: Vec<Coming>) {}
 
     /// A job has ended, however; it will give no more orders. Returns at once.
     fn ended(_runner: &Arc<Self>, _job: &JobId) {}
