@@ -109,6 +109,7 @@ impl House {
             model_dir: "/models/m".into(),
             device: "cpu".into(),
             threads: 1,
+            weights_total: 0,
         }
     }
 

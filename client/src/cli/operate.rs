@@ -138,6 +138,12 @@ pub(super) async fn release(global: &Global, args: ReleaseArgs) -> Result<Progra
     let client = session.client();
     let here = |workers: &[Worker]| leaving(workers.iter().filter(|worker| worker.device == args.device));
     let freed = meanwhile(global, client, client.release(&args.device, args.hold), here).await?;
+    if args.hold == Some(Duration::ZERO) && !global.json {
+        if !global.quiet {
+            screen::out(format_args!("{} is this daemon's again", human::line(&args.device)))?;
+        }
+        return Ok(ProgramExit::Success);
+    }
     let exit = told(global, "released", freed.workers, freed.bytes, &format!("nothing was on {}", args.device))?;
     if let (Some(hold), false, false) = (args.hold, global.json, global.quiet) {
         let hold = human::duration(hold);

@@ -14,7 +14,15 @@ use super::{human, json, screen};
 
 /// Tells it.
 pub(super) async fn run(global: &Global, args: WhyArgs) -> Result<ProgramExit, Trouble> {
-    let explained = existing(global).await?.client().explain(&args.job).await?;
+    let session = existing(global).await?;
+    let job = match args.job {
+        Some(job) => job,
+        None => match session.client().list(false, 1).await?.into_iter().next() {
+            Some(newest) => newest.id,
+            None => return Err(Trouble::unavailable("there is no job to explain: none was submitted here yet")),
+        },
+    };
+    let explained = session.client().explain(&job).await?;
     if global.json {
         screen::out(format_args!("{:#}", json::explanation(&explained)))?;
     } else {

@@ -13,6 +13,7 @@ use crate::support::{Fake, JOB, World, decision, finish, lease};
 async fn what_explains_is_text_for_people_and_json_for_programs() {
     let world = World::new();
     for (arguments, parts, pointer, value) in [
+        (&["why"][..], &["job j1 succeeded"][..], "/job/id", JOB.into()),
         (
             &["why", JOB][..],
             &["job j1 succeeded", "taken back for it 1 time", "must retire", "1 stage's result was remembered"][..],

@@ -8,7 +8,7 @@ use sd_proto::v1;
 
 use crate::arena::{Arena, ArenaUsage};
 use crate::jobs::store::duration;
-use crate::residency::{DeviceSnapshot, ForeignProcess, Residency};
+use crate::residency::{DeviceSnapshot, ForeignProcess, Purpose, Residency};
 use crate::workers::{WorkerPhase, WorkerView, Workers, stage_name};
 
 /// The daemon's view of its devices, workers and shared memory.
@@ -83,9 +83,12 @@ pub fn leases(snapshot: &DeviceSnapshot) -> impl Iterator<Item = v1::Lease> + '_
 
 /// Workers on the wire, with what each has leased.
 pub fn workers(views: Vec<WorkerView>, devices: &[DeviceSnapshot]) -> Vec<v1::Worker> {
-    let mut leased: HashMap<u64, u64> = HashMap::new();
+    let (mut leased, mut weights): (HashMap<u64, u64>, HashMap<u64, u64>) = Default::default();
     for lease in devices.iter().flat_map(|device| &device.leases) {
         *leased.entry(lease.incarnation).or_default() += lease.bytes;
+        if lease.purpose == Purpose::Weights {
+            *weights.entry(lease.incarnation).or_default() += lease.bytes;
+        }
     }
     let holders = devices.iter().flat_map(|device| &device.holders);
     let pinned: HashSet<u64> = holders.filter(|holder| holder.pinned).map(|holder| holder.incarnation).collect();
@@ -107,8 +110,10 @@ pub fn workers(views: Vec<WorkerView>, devices: &[DeviceSnapshot]) -> Vec<v1::Wo
             resident_bytes: view.device_bytes,
             age: Some(duration(view.started.elapsed())),
             job_id: job.unwrap_or_default(),
+            // What it has given back since its last task is no longer part of its lease.
+            weights_bytes: view.weights_bytes.min(weights.get(&view.spec.incarnation).copied().unwrap_or(0)),
+            weights_total_bytes: view.spec.weights_total,
             pinned: pinned.contains(&view.spec.incarnation),
-            ..v1::Worker::default()
         }
     };
     views.into_iter().map(worker).collect()

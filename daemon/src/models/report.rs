@@ -209,6 +209,11 @@ impl ModelReport {
         self.components.iter().find(|c| c.stage == "diffusion").map_or("", |c| &c.precision)
     }
 
+    /// Bytes of all weights of a part ("text", "diffusion", "vae") once loaded; 0 where there is none.
+    pub fn stage_weights(&self, stage: &str) -> u64 {
+        self.components.iter().filter(|part| part.stage == stage).map(|part| part.weights_bytes).sum()
+    }
+
     /// What a stage needs, and of which part.
     pub fn task(&self, stage: Stage) -> Option<(&ComponentReport, &TaskReport)> {
         let name = match stage {

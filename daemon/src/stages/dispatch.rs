@@ -295,6 +295,7 @@ impl Dispatcher {
             model_dir: key.dir.clone(),
             device: self.device.clone(),
             threads: self.threads,
+            weights_total: order.request.model.report.stage_weights(crate::workers::stage_name(key.stage)),
         };
         let started = tokio::select! {
             biased;

@@ -68,6 +68,8 @@ pub struct WorkerView {
     pub phase: WorkerPhase,
     /// What it last said that it holds on its device, in bytes.
     pub device_bytes: u64,
+    /// Weights that it held when its last task was done, in bytes.
+    pub weights_bytes: u64,
     /// When it was spawned.
     pub started: Instant,
 }

@@ -317,6 +317,7 @@ mod tests {
                 model_dir: "/m".into(),
                 device: "cpu".into(),
                 threads: 1,
+                weights_total: 0,
             },
         }
     }

@@ -259,6 +259,7 @@ impl Workers {
             pid: spawned.pid,
             phase: WorkerPhase::Starting,
             device_bytes: 0,
+            weights_bytes: 0,
             started: Instant::now(),
         });
         let (exit, exit_receiver) = watch::channel(None);

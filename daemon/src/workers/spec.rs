@@ -22,6 +22,8 @@ pub struct WorkerSpec {
     pub device: DeviceId,
     /// Threads that compute.
     pub threads: usize,
+    /// Bytes of all weights of the stage once loaded, for people; 0: not known.
+    pub weights_total: u64,
 }
 
 /// The stage's name on the worker's command line and in lists: `text`, `diffusion`, `vae`.

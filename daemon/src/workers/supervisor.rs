@@ -326,6 +326,7 @@ impl Turn {
             }
             Some(from_worker::Message::Done(done)) => {
                 let id = done.task_id;
+                self.view.send_modify(|view| view.weights_bytes = done.weights_bytes);
                 self.end_task(id, Ok(done), process);
             }
             Some(from_worker::Message::Failed(failed)) => {

@@ -8,13 +8,13 @@ use super::MemoryArgs;
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Examples:\n  sdctl why 3f2a                    when it waited for whom, and what was moved for it\n  \
+    after_help = "Examples:\n  sdctl why                         the newest of your jobs\n  sdctl why 3f2a                    when it waited for whom, and what was moved for it\n  \
                   sdctl why 3f2a --json | jq '.decisions[] | select(.kind == \"takes_back\")'\n\n\
                   Ids are those of `sdctl jobs --all`."
 )]
 pub(in crate::cli) struct WhyArgs {
-    /// Id of the job, from `sdctl jobs`
-    pub(in crate::cli) job: String,
+    /// Id of the job, from `sdctl jobs` [default: the newest]
+    pub(in crate::cli) job: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -70,7 +70,7 @@ pub(in crate::cli) struct PinArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  sdctl release cpu                 everything leaves; the next job comes back\n  \
                   sdctl release cpu --for 10m       and nothing comes back for ten minutes: jobs wait\n  \
-                  sdctl release cpu --for 1s        ends an earlier, longer one\n\n\
+                  sdctl release cpu --for 0s        ends that early\n\n\
                   Devices are those of `sdctl status`. Stages that work leave when their task has ended.")]
 pub(in crate::cli) struct ReleaseArgs {
     /// Which device, from `sdctl status`

@@ -196,7 +196,6 @@ fn operators_commands_are_read() {
         &["generate", "x", "--vae-tile-size", "0"],
         &["fit"],
         &["fit", "sd15", "--mask", "m.png"],
-        &["why"],
         &["config"],
     ] {
         assert!(parse(line).is_err(), "{line:?}");
