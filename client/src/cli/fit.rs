@@ -61,10 +61,12 @@ fn print(fit: &FitResponse) -> Result<(), Trouble> {
     if !fit.advice.is_empty() {
         screen::out(human::lines(&fit.advice))?;
     }
-    if !fit.fits && !fit.fitting_mode.is_empty() {
+    // The daemon's advice may have said so already.
+    let new = |text: &str| !fit.fits && !fit.advice.contains(text);
+    if !fit.fitting_mode.is_empty() && new(&fit.fitting_mode) {
         screen::out(format_args!("It would fit with --offload-mode {}.", human::line(&fit.fitting_mode)))?;
     }
-    if fit.largest_width > 0 {
+    if fit.largest_width > 0 && new(&fit.largest_width.to_string()) {
         screen::out(format_args!("The largest size of this shape is {}x{}.", fit.largest_width, fit.largest_height))?;
     }
     let mut table =

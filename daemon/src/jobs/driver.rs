@@ -13,6 +13,7 @@ use sd_proto::v1::{
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
+use tracing::Instrument as _;
 
 use super::request::Admitted;
 use super::state::{DriverEnd, Entry};
@@ -134,7 +135,8 @@ async fn run_stage<R: StageRunner>(
         news,
     };
     let mut teller = Teller { job, run, number, of, started: false, last: None, told };
-    let running = runner.run(order);
+    let span = tracing::info_span!("stage", stage = run.stage.as_str_name(), image = run.image);
+    let running = runner.run(order).instrument(span);
     tokio::pin!(running);
     let overdue = async {
         job.stop.cancelled().await;

@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 use sd_proto::v1::{self, Failure, FailureReason, Note, Queued, Succeeded, job_event};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
+use tracing::Instrument as _;
 
 use super::decisions;
 use super::driver::{self, Assignment};
@@ -594,7 +595,8 @@ impl<R: StageRunner> Owner<R> {
                     stop_bound: self.limits.stop,
                     entries: self.entries.clone(),
                 };
-                let driving = tokio::spawn(driver::drive(self.runner.clone(), assignment));
+                let span = tracing::info_span!("job", id = %job, tenant = %record.tenant);
+                let driving = tokio::spawn(driver::drive(self.runner.clone(), assignment).instrument(span));
                 let (job, ends) = (job.clone(), self.ends.clone());
                 // A driver that panics has ended too.
                 tokio::spawn(async move {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
+use sd_proto::v1;
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tracing::{debug, info, warn};
 
@@ -404,31 +405,36 @@ impl Owner {
     fn tell(&self, decision: Decision) {
         let (device, incarnation) = (&decision.device, decision.incarnation);
         let job = decision.job.as_ref().map(JobId::as_str);
+        let sent = v1::Decision::from(&decision);
+        let lease = decision.lease.map(|lease| lease.0);
+        let bytes = (sent.bytes > 0).then_some(sent.bytes);
         match decision.kind {
             DecisionKind::Degraded { .. }
             | DecisionKind::DeviceLost { .. }
             | DecisionKind::Killed(_)
             | DecisionKind::Overdraft { .. } => {
-                warn!(%device, incarnation, job, "{decision}");
+                warn!(%device, incarnation, lease, bytes, job, "{decision}");
             }
             // Its asker looks for another process: nothing is refused to a job.
-            DecisionKind::Refused(Refusal::HolderGone { .. }) => debug!(%device, incarnation, job, "{decision}"),
+            DecisionKind::Refused(Refusal::HolderGone { .. }) => {
+                debug!(%device, incarnation, lease, bytes, job, "{decision}")
+            }
             DecisionKind::Refused(_)
             | DecisionKind::TakesBack { .. }
             | DecisionKind::Capacity { .. }
             | DecisionKind::Held { .. }
             | DecisionKind::Unheld
-            | DecisionKind::Recovered => info!(%device, incarnation, job, "{decision}"),
+            | DecisionKind::Recovered => info!(%device, incarnation, lease, bytes, job, "{decision}"),
             DecisionKind::WaitsForBytes { .. }
             | DecisionKind::WaitsForSharedMemory { .. }
             | DecisionKind::WaitsForProcess
             | DecisionKind::WaitsForDevice { .. }
             | DecisionKind::Granted { .. }
-            | DecisionKind::Proven { .. } => debug!(%device, incarnation, job, "{decision}"),
+            | DecisionKind::Proven { .. } => debug!(%device, incarnation, lease, bytes, job, "{decision}"),
         }
         // That a process has gone is no decision about the request: its asker chooses another one.
         if !matches!(decision.kind, DecisionKind::Refused(Refusal::HolderGone { .. })) {
-            self.journal.record((&decision).into());
+            self.journal.record(sent);
         }
         // Nobody has to listen.
         let _ = self.decisions.send(decision);

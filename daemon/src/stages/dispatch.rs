@@ -14,6 +14,7 @@ use std::time::Duration;
 use sd_proto::v1::{Decision, DecisionKind, Failure, FailureReason, ProgressPhase, Stage};
 use sd_proto::worker::v1::{Task, TaskDone, TaskError, TaskPhase, TaskProgress, WorkerStage};
 use tokio::time::Instant;
+use tracing::Instrument as _;
 
 use super::checkpoint::{Checkpoint, newest};
 use super::conditioning::{self, CacheConfig, Conditioning};
@@ -247,10 +248,11 @@ impl Dispatcher {
                 parts: self.parts_of(order),
                 shared_memory,
             };
+            let span = tracing::debug_span!("lease", incarnation, device = %vector.device, holder = vector.holder);
             let granted = tokio::select! {
                 biased;
                 () = order.stop.cancelled() => return Err(Stopped::Asked),
-                granted = self.residency.request(vector) => granted,
+                granted = self.residency.request(vector).instrument(span) => granted,
             };
             match granted {
                 Ok(granted) => {
