@@ -57,7 +57,8 @@ async fn one_seed_is_one_picture_in_every_mode_and_under_every_preset() {
     let sandbox = Sandbox::new();
     let folder = sandbox.default_model_as("shared");
     let presets = ["auto", "24gb", "16gb", "12gb", "8gb", "minimal"];
-    let mut options = Options::default();
+    // Every run encodes its prompt itself.
+    let mut options = Options::default().set("cache.conditioning=0");
     for preset in presets {
         options = options.model(preset, &folder).set(format!("model_memory.{preset}.preset={preset}"));
     }
@@ -70,7 +71,18 @@ async fn one_seed_is_one_picture_in_every_mode_and_under_every_preset() {
     let calls = Calls::connect(&roomy).await;
     let expected = pixels(&calls.run(request(in_mode(OffloadMode::None)), |_| {}).await.unwrap());
     let counted = ImageRequest { model: "counted".into(), ..request(MemoryRequest::default()) };
-    assert!(pixels(&calls.run(counted, |_| {}).await.unwrap()) == expected, "counted blocks");
+    let ran = calls.run(counted, |_| {}).await.unwrap();
+    assert!(pixels(&ran) == expected, "counted blocks");
+    let streamed = |stage| {
+        let timings = ran.events.iter().filter_map(|event| match &event.event {
+            Some(Event::StageFinished(finished)) => finished.timing,
+            _ => None,
+        });
+        timings.filter(|timing| timing.stage() == stage).map(|timing| timing.streamed_bytes).sum::<u64>()
+    };
+    for stage in [Stage::Encode, Stage::Denoise, Stage::Decode] {
+        assert!(streamed(stage) > 0, "{stage:?} did not stream");
+    }
     let fit = calls.fit(request(MemoryRequest::default())).await.unwrap();
     assert!(roomy.stop().success());
 

@@ -257,7 +257,7 @@ pub const KEYS: &[Key] = &[
     ),
     key("memory.vae_tiling", Kind::Switch, "decode and encode in tiles; unset: where the whole does not fit"),
     key("memory.vae_tile_size", Kind::Number, "edge of a tile in pixels; 0: as fits, 512 at most"),
-    key("memory.vae_tile_overlap", Kind::Number, "overlap of two tiles in pixels; 0: a quarter of the edge"),
+    key("memory.vae_tile_overlap", Kind::Number, "overlap of two tiles in pixels; they fit together without any"),
     key("memory.backend", Kind::Text, "device of each stage, as text=cpu,vae=cpu; * for all"),
     key(
         "memory.params_backend",

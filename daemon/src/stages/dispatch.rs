@@ -38,6 +38,9 @@ use crate::workers::{KillCause, RunError, Worker, WorkerSpec, Workers, stage_nam
 /// How often a run looks for another process when the one it was to use goes away before the task began.
 const ATTEMPTS: usize = 4;
 
+/// How long a run waits for others so that it can hold all of its weights, before it starts with those for which there is room.
+const ROOM_FOR_ALL: Duration = Duration::from_secs(2);
+
 /// How long the end of a process that was killed or retired is waited for.
 const REAPING: Duration = Duration::from_secs(5);
 
@@ -228,6 +231,47 @@ impl Dispatcher {
         }
     }
 
+    /// The request of a run as the ledger takes it.
+    fn vector(&self, order: &StageOrder<Tensor>, key: &Key, incarnation: u64, shared_memory: u64) -> LeaseVector {
+        LeaseVector {
+            device: self.device.clone(),
+            incarnation,
+            tenant: order.tenant.clone(),
+            job: order.job.clone(),
+            holder: format!("{} of {}", stage_name(key.stage), order.request.model.name),
+            parts: self.parts_of(order),
+            shared_memory,
+        }
+    }
+
+    /// A run that could do with fewer weights than all is granted at once what is free, and would stream the rest in every
+    /// step beside processes that do nothing. So where all of them find no room, idle processes give way first, the cheapest as
+    /// always; busy ones are waited for a while only.
+    async fn make_room_for_all(
+        &self,
+        order: &StageOrder<Tensor>,
+        key: &Key,
+        shared_memory: u64,
+    ) -> Result<(), Stopped> {
+        if !self.parts_of(order).iter().any(|part| part.want > part.min) {
+            return Ok(());
+        }
+        let (need, free) = self.room_for(order, key).await;
+        if need <= free {
+            return Ok(());
+        }
+        let mut vector = self.vector(order, key, self.choose(key), shared_memory);
+        for part in &mut vector.parts {
+            part.min = part.want;
+        }
+        tokio::select! {
+            biased;
+            () = order.stop.cancelled() => Err(Stopped::Asked),
+            // What was granted so is given back at once, and found there by the request that follows.
+            _ = tokio::time::timeout(ROOM_FOR_ALL, self.residency.request(vector)) => Ok(()),
+        }
+    }
+
     /// Waits for everything the run needs.
     pub(super) async fn lease(
         &self,
@@ -236,18 +280,11 @@ impl Dispatcher {
         shared_memory: u64,
     ) -> Result<Granted, Stopped> {
         let stage = order.run.stage;
+        self.make_room_for_all(order, key, shared_memory).await?;
         let mut gone = 0;
         while gone < ATTEMPTS {
             let incarnation = self.choose(key);
-            let vector = LeaseVector {
-                device: self.device.clone(),
-                incarnation,
-                tenant: order.tenant.clone(),
-                job: order.job.clone(),
-                holder: format!("{} of {}", stage_name(key.stage), order.request.model.name),
-                parts: self.parts_of(order),
-                shared_memory,
-            };
+            let vector = self.vector(order, key, incarnation, shared_memory);
             let span = tracing::debug_span!("lease", incarnation, device = %vector.device, holder = vector.holder);
             let granted = tokio::select! {
                 biased;

@@ -63,14 +63,14 @@ pub struct Tiling {
     pub wanted: Option<bool>,
     /// Edge in pixels; 0: as fits.
     pub size: u32,
-    /// Overlap in pixels; 0: a quarter of the edge.
+    /// Overlap in pixels; tiles fit together without any.
     pub overlap: u32,
 }
 
 impl Tiling {
-    /// The overlap of tiles of this edge: as asked, else a quarter, in whole latents.
+    /// The overlap of tiles of this edge: as asked, half of the edge at most, in whole latents.
     pub fn overlap_of(self, edge: u32) -> u32 {
-        if self.overlap == 0 { edge / 4 / 8 * 8 } else { self.overlap.min(edge / 2 / 8 * 8) }
+        self.overlap.min(edge / 2 / 8 * 8)
     }
 }
 
@@ -451,7 +451,9 @@ mod tests {
         assert_eq!(asked.mode, Mode::Aggressive);
         assert_eq!((asked.leaves.text, asked.leaves.diffusion), (Leaves::AfterUse, Leaves::Never));
         assert_eq!((asked.reload.text, asked.reload.diffusion), (true, false));
-        assert_eq!((asked.tiling.size, asked.tiling.overlap_of(256)), (256, 64));
+        assert_eq!((asked.tiling.size, asked.tiling.overlap_of(256)), (256, 0));
+        let wide = configured("vae_tile_overlap = 64");
+        assert_eq!((wide.tiling.overlap_of(512), wide.tiling.overlap_of(96)), (64, 48));
     }
 
     #[test]
@@ -514,7 +516,6 @@ mod tests {
         }
         let tiles: Vec<u32> = steps.iter().map(|step| step.0).collect();
         assert_eq!(tiles, [512, 512, 256, 128, 128], "{steps:?}");
-        assert_eq!(now.1.vae_tile_overlap, 32);
         let mut denoise = configured("");
         let mut count = 0;
         while let Some((memory, plan, _)) = denoise.cheaper(Stage::Denoise, &numeric, (512, 512)) {

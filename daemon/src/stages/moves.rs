@@ -143,7 +143,7 @@ impl Dispatcher {
     }
 
     /// Bytes that a stage needs beyond what its process holds, and those that are free.
-    async fn room_for(&self, order: &StageOrder<Tensor>, key: &Key) -> (u64, u64) {
+    pub(super) async fn room_for(&self, order: &StageOrder<Tensor>, key: &Key) -> (u64, u64) {
         let parts = self.parts_of(order);
         let want = parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.want));
         let held = self.held_by(key).await;
