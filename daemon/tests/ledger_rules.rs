@@ -7,8 +7,8 @@ use std::time::Duration;
 use ledger_support::*;
 use sdd::ids::JobId;
 use sdd::residency::{
-    Afterwards, DecisionKind, Effect, Event, LeaseKill, LeasePart, LifeView, Proof, Purpose, Refusal, RequestId, Rules,
-    invariants,
+    Afterwards, DecisionKind, Effect, Event, LeaseKill, LeasePart, LifeView, Proof, Purpose, Refusal, RequestId, Rules, Upcoming,
+    invariants, policy::Rung,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -612,4 +612,247 @@ fn the_invariants_notice_a_grant_before_proof() {
     }
     let silent: Vec<Effect> = effects.into_iter().filter(|e| !matches!(e, Effect::Proven { .. })).collect();
     assert_eq!(invariants::check_step(&before, &honest, &bench.ledger, &silent).unwrap_err().id, "R2");
+}
+
+/// Rules of a device where weights move.
+fn moving() -> Rules {
+    Rules { weights_move: true, ..rules() }
+}
+
+#[test]
+fn an_idle_process_parks_before_it_retires_and_gives_no_more_than_is_needed() {
+    let mut bench = Bench::with(100, moving());
+    bench.warm(1, 10, 50, 30);
+    let weights = bench.lease(1, Purpose::Weights).unwrap();
+    let working_set = bench.lease(1, Purpose::WorkingSet).unwrap();
+    // Ten are free and its working set has thirty: five of its weights must go as well.
+    let (second, effects) = bench.ask(vector(2, 10, 25, 10));
+    assert_eq!((revised(&effects), retired(&effects)), (vec![(1, weights, 45), (1, working_set, 0)], vec![]));
+    assert!(has_decision(&effects, |d| matches!(d, DecisionKind::TakesBack { rung: Rung::Shrink, bytes: 35, .. })));
+    bench.step(Event::Returned { incarnation: 1, lease: weights, bytes: 45 });
+    bench.step(Event::Returned { incarnation: 1, lease: working_set, bytes: 0 });
+    assert_eq!(granted_ids(&bench.step(Event::Measured { incarnation: 1, bytes: Some(55) })), [second]);
+    // All of its weights: it parks, and its context stays.
+    let (third, effects) = bench.ask(vector(3, 10, 35, 0));
+    assert_eq!((revised(&effects), retired(&effects)), (vec![(1, weights, 0)], vec![]));
+    assert!(has_decision(&effects, |d| matches!(d, DecisionKind::TakesBack { rung: Rung::Park, bytes: 45, .. })));
+    bench.step(Event::Returned { incarnation: 1, lease: weights, bytes: 0 });
+    assert_eq!(granted_ids(&bench.step(Event::Measured { incarnation: 1, bytes: Some(10) })), [third]);
+    assert_eq!((bench.ledger.charged(), bench.view().holders[0].life), (100, LifeView::Alive));
+    // Its context goes with the process only.
+    let (_, effects) = bench.ask(vector(4, 10, 0, 0));
+    assert_eq!(retired(&effects), [1]);
+}
+
+#[test]
+fn a_stage_that_asks_to_park_keeps_its_context_alone() {
+    let mut bench = Bench::with(100, moving());
+    let (first, _) = bench.granted(vector(1, 10, 30, 20));
+    bench.start(1);
+    let effects = bench.step(Event::Release { id: first, afterwards: Afterwards::Park });
+    assert_eq!((revised(&effects).len(), retired(&effects)), (2, vec![]));
+    assert!(!bench.ledger.settled(1));
+    for purpose in [Purpose::Weights, Purpose::WorkingSet] {
+        let lease = bench.lease(1, purpose).unwrap();
+        bench.step(Event::Returned { incarnation: 1, lease, bytes: 0 });
+    }
+    bench.step(Event::Measured { incarnation: 1, bytes: Some(10) });
+    assert_eq!((bench.ledger.charged(), bench.ledger.settled(1)), (10, true));
+    // Its next task takes the weights again.
+    let (_, effects) = bench.ask(vector(1, 10, 30, 20));
+    assert_eq!((granted_ids(&effects).len(), bench.ledger.charged()), (1, 60));
+    // Where weights cannot leave alone, the process leaves.
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(vector(1, 10, 30, 20));
+    bench.start(1);
+    assert_eq!(retired(&bench.step(Event::Release { id: first, afterwards: Afterwards::Park })), [1]);
+}
+
+#[test]
+fn a_busy_process_gets_back_what_was_taken_when_nobody_needs_it() {
+    let mut bench = Bench::with(100, moving());
+    bench.granted(elastic(1, 20, 80));
+    bench.start(1);
+    let weights = bench.lease(1, Purpose::Weights).unwrap();
+    let second = bench.waits(vector(2, 40, 0, 0));
+    bench.step(Event::Returned { incarnation: 1, lease: weights, bytes: 40 });
+    assert_eq!(granted_ids(&bench.step(Event::Measured { incarnation: 1, bytes: Some(60) })), [second]);
+    let effects = bench.release(second);
+    let more = effects.iter().find_map(|e| match e {
+        Effect::Grant { incarnation: 1, lease, .. } => Some(lease.bytes),
+        _ => None,
+    });
+    assert_eq!(more, Some(80), "{effects:#?}");
+}
+
+#[test]
+fn the_queue_decides_who_goes_and_what_is_luxury() {
+    let upcoming = |holder: &str, needs| Upcoming {
+        device: sdd::ids::DeviceId::cpu(),
+        job: JobId::from("queued"),
+        holder: holder.into(),
+        needs,
+    };
+    let mut bench = Bench::new(100);
+    bench.warm(1, 10, 30, 0);
+    bench.pass(SECOND);
+    bench.warm(2, 10, 30, 0);
+    // The one that was used last would be kept, but the queue needs the other one first.
+    bench.step(Event::Upcoming { stages: vec![upcoming("stage 1", 40), upcoming("stage 9", 1), upcoming("stage 2", 40)] });
+    let (_, effects) = bench.ask(vector(3, 10, 20, 0));
+    assert_eq!(retired(&effects), [2]);
+    let mut bench = Bench::new(100);
+    bench.step(Event::Upcoming { stages: vec![upcoming("stage 9", 35)] });
+    let (_, leases) = bench.granted(elastic(1, 20, 500));
+    assert_eq!(leases.iter().map(|lease| lease.bytes).sum::<u64>(), 65, "the next stage's bytes are no luxury");
+    // What comes later in the same job cannot need them before.
+    let mut bench = Bench::new(100);
+    let own = Upcoming { job: JobId::from("job1"), ..upcoming("stage 9", 35) };
+    bench.step(Event::Upcoming { stages: vec![own] });
+    let (_, leases) = bench.granted(elastic(1, 20, 500));
+    assert_eq!(leases.iter().map(|lease| lease.bytes).sum::<u64>(), 100);
+}
+
+#[test]
+fn a_pinned_process_is_not_taken_for_others_but_for_a_smaller_device_and_by_name() {
+    let mut bench = Bench::with(100, moving());
+    bench.warm(1, 10, 30, 20);
+    bench.warm(2, 10, 20, 0);
+    bench.step(Event::Pin { incarnation: 1, pinned: true });
+    let working_set = bench.lease(1, Purpose::WorkingSet).unwrap();
+    let (_, effects) = bench.ask(vector(3, 10, 50, 0));
+    assert_eq!((revised(&effects), retired(&effects)), (vec![(1, working_set, 0)], vec![2]), "its scratch is not kept");
+    let refusal = bench.refused(vector(4, 10, 51, 0));
+    assert!(matches!(refusal, Refusal::Pinned { need: 61, kept: 40, limit: 100, .. }), "{refusal}");
+    assert!(bench.view().holders[0].pinned);
+
+    let mut bench = Bench::with(100, moving());
+    bench.warm(1, 10, 50, 0);
+    bench.step(Event::Pin { incarnation: 1, pinned: true });
+    let effects = bench.step(Event::Capacity { bytes: 30 });
+    assert_eq!(revised(&effects).len(), 1, "a smaller device is not to be pinned");
+
+    let mut bench = Bench::with(100, moving());
+    bench.warm(1, 10, 50, 0);
+    bench.step(Event::Pin { incarnation: 1, pinned: true });
+    assert_eq!(retired(&bench.step(Event::Retire { incarnation: 1 })), [1]);
+    // Who waits when a pin is set would wait for ever.
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(vector(1, 60, 0, 0));
+    bench.start(1);
+    let second = bench.waits(vector(2, 50, 0, 0));
+    let effects = bench.step(Event::Pin { incarnation: 1, pinned: true });
+    assert!(matches!(refusals(&effects)[..], [(id, Refusal::Pinned { .. })] if id == second), "{effects:#?}");
+    bench.release(first);
+}
+
+#[test]
+fn a_device_that_is_held_grants_nothing_and_is_left_by_all() {
+    let mut bench = Bench::with(100, moving());
+    bench.warm(1, 10, 20, 0);
+    let (busy, _) = bench.granted(elastic(2, 20, 40));
+    bench.start(2);
+    let weights = bench.lease(2, Purpose::Weights).unwrap();
+    let effects = bench.step(Event::Hold { time: Some(60 * SECOND) });
+    assert_eq!((retired(&effects), revised(&effects)), (vec![1], vec![(2, weights, 20)]));
+    assert!(has_decision(&effects, |d| *d == DecisionKind::Held { time: Some(60 * SECOND) }));
+    bench.step(Event::Reaped { incarnation: 1 });
+    let waiting = bench.waits(vector(3, 10, 0, 0));
+    bench.step(Event::Returned { incarnation: 2, lease: weights, bytes: 20 });
+    bench.step(Event::Measured { incarnation: 2, bytes: Some(40) });
+    assert_eq!(retired(&bench.release(busy)), [2], "when its task has ended");
+    bench.step(Event::Reaped { incarnation: 2 });
+    assert_eq!((bench.ledger.charged(), bench.ledger.held_for(bench.now)), (0, Some(60 * SECOND)));
+    assert_eq!(granted_ids(&bench.pass(60 * SECOND)), [waiting]);
+    // Ended before its time; and without a time nothing is held at all.
+    bench.step(Event::Hold { time: Some(SECOND) });
+    let fourth = bench.waits(vector(4, 10, 0, 0));
+    assert_eq!(granted_ids(&bench.step(Event::Unhold)), [fourth]);
+    bench.step(Event::Hold { time: None });
+    bench.granted(vector(5, 10, 0, 0));
+}
+
+#[test]
+fn tenants_take_turns_and_nobody_is_overtaken_without_end() {
+    let of = |incarnation: u64, tenant: &str| {
+        sdd::residency::LeaseVector { tenant: tenant.into(), ..vector(incarnation, 60, 0, 0) }
+    };
+    let mut bench = Bench::new(100);
+    let (first, _) = bench.granted(of(1, "many"));
+    let [second, third] = [2, 3].map(|incarnation| bench.waits(of(incarnation, "many")));
+    let few = bench.waits(of(10, "few"));
+    // A running task computes, and so has had something of the device.
+    bench.step(Event::TokenRequest { id: RequestId(100), job: "job1".into() });
+    bench.now += SECOND;
+    bench.step(Event::TokenEnded { id: RequestId(100) });
+    assert_eq!(granted_ids(&bench.release(first)), [few], "its tenant has nothing yet");
+    assert_eq!(granted_ids(&bench.release(few)), [second], "first come, first served within a tenant");
+    assert_eq!(granted_ids(&bench.release(second)), [third]);
+
+    // A tenant that has something running stands back behind one that has not; it is still served.
+    let mut bench = Bench::new(100);
+    let (mut running, _) = bench.granted(of(1, "light"));
+    bench.granted(sdd::residency::LeaseVector { tenant: "heavy".into(), ..vector(3, 10, 0, 0) });
+    let heavy = bench.waits(of(2, "heavy"));
+    for round in 0.. {
+        let light = bench.waits(of(10 + round, "light"));
+        let granted = granted_ids(&bench.release(running));
+        if granted == [heavy] {
+            assert_eq!(round, 8);
+            break;
+        }
+        assert_eq!(granted, [light]);
+        running = light;
+    }
+}
+
+#[test]
+fn shares_weigh_tenants() {
+    let of = |incarnation: u64, tenant: &str| {
+        sdd::residency::LeaseVector { tenant: tenant.into(), ..vector(incarnation, 30, 0, 0) }
+    };
+    let mut bench = Bench::new(100);
+    bench.step(Event::Shares { weights: [("a".into(), 2)].into() });
+    let (first, _) = bench.granted(of(1, "a"));
+    bench.granted(of(2, "a"));
+    bench.granted(of(3, "b"));
+    bench.waits(of(4, "b"));
+    let next = bench.waits(of(5, "a"));
+    assert_eq!(granted_ids(&bench.release(first)), [next], "two of the one weigh as much as one of the other");
+}
+
+#[test]
+fn a_slow_block_has_time_to_end() {
+    let mut bench = Bench::with(100, moving());
+    bench.granted(elastic(1, 20, 80));
+    bench.start(1);
+    bench.step(Event::BlockTime { incarnation: 1, time: 3 * SECOND });
+    bench.step(Event::BlockTime { incarnation: 1, time: SECOND });
+    bench.waits(vector(2, 40, 0, 0));
+    assert_eq!(killed(&bench.pass(5 * SECOND)), NONE);
+    bench.step(Event::Pulse { incarnation: 1, bytes: 100 });
+    assert_eq!(killed(&bench.pass(5 * SECOND)), NONE);
+    bench.step(Event::Pulse { incarnation: 1, bytes: 100 });
+    assert_eq!(killed(&bench.pass(2 * SECOND)), [1], "four blocks");
+}
+
+#[test]
+fn where_no_process_is_shown_a_release_is_inferred_from_the_free_bytes() {
+    let mut bench = Bench::with(100, Rules { reaping_proves: false, ..rules() });
+    bench.warm(1, 10, 30, 0);
+    bench.warm(2, 10, 30, 0);
+    bench.step(Event::Free { bytes: 500 });
+    bench.step(Event::Reaped { incarnation: 1 });
+    bench.step(Event::Reaped { incarnation: 2 });
+    assert_eq!(proven(&bench.step(Event::Seen { incarnation: 1, free: 539 })), 0, "a byte is missing");
+    let effects = bench.step(Event::Seen { incarnation: 1, free: 540 });
+    assert!(effects.iter().any(|e| matches!(e, Effect::Proven { proof: Proof::Inferred, .. })));
+    assert_eq!(proven(&bench.step(Event::Seen { incarnation: 2, free: 540 })), 0, "these bytes were the other's");
+    assert_eq!(proven(&bench.step(Event::Seen { incarnation: 2, free: 580 })), 40);
+    assert_eq!(bench.ledger.charged(), 0);
+    // Without a reading from before nothing is proven.
+    let mut bench = Bench::with(100, Rules { reaping_proves: false, ..rules() });
+    bench.warm(1, 10, 30, 0);
+    bench.step(Event::Reaped { incarnation: 1 });
+    assert_eq!(proven(&bench.step(Event::Seen { incarnation: 1, free: 1000 })), 0);
 }

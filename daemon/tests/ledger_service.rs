@@ -5,14 +5,15 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use sd_proto::v1;
 use sd_proto::worker::v1::ElementType;
 use sdd::arena::{Arena, ArenaLimits};
 use sdd::clock::RuntimeClock;
 use sdd::ids::{DeviceId, JobId, Tenant};
 use sdd::journal::Journal;
 use sdd::residency::{
-    Afterwards, DecisionKind, DeviceConfig, DeviceProbe, GrantedLease, Holders, Incarnation, LeaseId, LeaseKill,
-    LeasePart, LeaseVector, LifeView, Proof, Purpose, Refusal, Residency, Rules,
+    Afterwards, DecisionKind, DeviceConfig, DeviceProbe, DeviceReading, GrantedLease, Holders, Incarnation, LeaseId, LeaseKill,
+    LeasePart, LeaseVector, LifeView, ProbeError, Processes, Proof, Purpose, Refusal, Residency, Rules, invariants,
 };
 use tokio::time::{Instant, timeout};
 
@@ -324,4 +325,181 @@ async fn decisions_are_told() {
     let refusal = timeout(SECOND, refused).await.expect("told");
     assert!(matches!(refusal, Refusal::DoesNotFit { need: 130, .. }), "{refusal}");
     drop(stage);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_asked_back_is_answered_when_it_is_proven() {
+    let (residency, stage, _) = residency(100);
+    let granted = residency.request(vector(1, 30, 40)).await.unwrap();
+    start(&residency, &stage, 1, 80).await;
+    let parked = residency.park(1);
+    residency.snapshot().await;
+    stage.calls();
+    drop(granted);
+    residency.snapshot().await;
+    let revised: Vec<(LeaseId, u64)> = stage.calls().iter().filter_map(|call| match call {
+        Call::Revise(1, lease, to) => Some((*lease, *to)),
+        _ => None,
+    }).collect();
+    assert_eq!(revised.len(), 2, "when its task has ended");
+    stage.holds(1, 10);
+    revised.iter().for_each(|(lease, _)| residency.returned(1, *lease, 0));
+    assert_eq!(timeout(SECOND, parked.proven()).await.unwrap(), 70);
+    assert_eq!(residency.available(&DeviceId::cpu()).await, Some(90));
+    assert_eq!(residency.available(&"GPU-1".into()).await, None);
+    // Nothing is left to be given back, and an unknown process has nothing.
+    assert_eq!(timeout(SECOND, residency.shrink(1).proven()).await.unwrap(), 0);
+    assert_eq!(timeout(SECOND, residency.retire(77).proven()).await.unwrap(), 0);
+    let held = residency.hold(&DeviceId::cpu(), Some(5 * SECOND));
+    assert_eq!(residency.available(&DeviceId::cpu()).await, Some(0));
+    assert!(residency.snapshot().await[0].held_until.is_some());
+    residency.holder_reaped(1);
+    assert_eq!(timeout(SECOND, held.proven()).await.unwrap(), 10);
+    let waiting = residency.request(vector(2, 30, 40));
+    assert!(timeout(7 * SECOND, waiting).await.is_ok(), "the hold ends by itself");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_step_boundary_gives_way_to_another_tenant() {
+    let (residency, stage, _) = residency(100);
+    let other = LeaseVector { tenant: Tenant::from("uid:2"), ..vector(2, 10, 10) };
+    let (one, two) = (residency.request(vector(1, 10, 10)).await.unwrap(), residency.request(other).await.unwrap());
+    let first = residency.compute(&DeviceId::cpu(), &"job1".into()).await.unwrap();
+    tokio::time::sleep(SECOND).await;
+    timeout(SECOND, first.offer()).await.expect("nobody else wants it").unwrap();
+    let device = DeviceId::cpu();
+    let job = JobId::from("job2");
+    let mut second = Box::pin(residency.compute(&device, &job));
+    assert!(futures_poll_once(&mut second).await.is_none());
+    let mut boundary = Box::pin(first.offer());
+    assert!(futures_poll_once(&mut boundary).await.is_none());
+    let second = timeout(SECOND, second).await.expect("its turn").unwrap();
+    assert_eq!(residency.snapshot().await[0].computing, Some("job2".into()));
+    drop(second);
+    timeout(SECOND, boundary).await.expect("and back").unwrap();
+    assert_eq!(residency.snapshot().await[0].computing, Some("job1".into()));
+    drop((one, two, stage));
+}
+
+/// A device that others use as well.
+struct Shared {
+    stage: Arc<Stage>,
+    free: Mutex<Result<u64, ProbeError>>,
+    readings: Mutex<u32>,
+}
+
+impl DeviceProbe for Shared {
+    fn process_bytes(&self, pid: u32) -> io::Result<Option<u64>> {
+        Ok(self.stage.bytes.lock().unwrap().get(&pid).copied())
+    }
+
+    fn reading(&self, own: &[u32]) -> Result<Option<DeviceReading>, ProbeError> {
+        *self.readings.lock().unwrap() += 1;
+        let free = self.free.lock().unwrap().clone()?;
+        let bytes = self.stage.bytes.lock().unwrap();
+        let own = own.iter().filter_map(|pid| bytes.get(pid)).sum();
+        Ok(Some(DeviceReading { total: 100, free, own: Some(own), margin: 0, processes: Processes::NotListed }))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn capacity_follows_what_others_use() {
+    let stage = Arc::new(Stage::default());
+    let probe = Arc::new(Shared { stage: stage.clone(), free: Mutex::new(Ok(100)), readings: Mutex::new(0) });
+    let device = DeviceConfig {
+        id: DeviceId::cpu(),
+        name: "a device".into(),
+        total: 100,
+        budget: 100,
+        rules: Rules { tolerance: 0, ..Rules::default() },
+        probe: probe.clone(),
+    };
+    let arena = Arena::new(&format!("cap{:08x}", std::process::id()), ArenaLimits { bytes: 1 << 20 });
+    let residency = Residency::start(vec![device], arena, Arc::new(RuntimeClock::new()), Journal::default());
+    residency.set_holders(stage.clone());
+    tokio::time::sleep(60 * SECOND).await;
+    assert_eq!(*probe.readings.lock().unwrap(), 0, "nobody holds anything and nobody waits");
+    // Sixty are a stranger's when the request comes: it waits, and is granted when they have been free for a while.
+    *probe.free.lock().unwrap() = Ok(40);
+    let mut request = Box::pin(residency.request(vector(1, 30, 40)));
+    assert!(timeout(SECOND, &mut request).await.is_err());
+    assert_eq!(residency.snapshot().await[0].capacity, 40);
+    let while_waiting = *probe.readings.lock().unwrap();
+    assert!((3..=6).contains(&while_waiting), "{while_waiting} readings in a second of waiting");
+    *probe.free.lock().unwrap() = Ok(100);
+    let granted = timeout(4 * SECOND, request).await.expect("grown").unwrap();
+    start(&residency, &stage, 1, 80).await;
+    *probe.free.lock().unwrap() = Ok(20);
+    drop(granted);
+    // The stranger comes back: the idle process leaves room at once, by the next reading.
+    stage.calls();
+    *probe.free.lock().unwrap() = Ok(0);
+    tokio::time::sleep(2 * SECOND).await;
+    assert_eq!(residency.snapshot().await[0].capacity, 80, "what is our own counts as ours");
+    assert_eq!(stage.calls(), []);
+    stage.holds(1, 50);
+    tokio::time::sleep(2 * SECOND).await;
+    assert_eq!(residency.snapshot().await[0].capacity, 50);
+    assert!(stage.calls().iter().any(|call| matches!(call, Call::Revise(1, ..))));
+    // A device that cannot be asked changes nothing.
+    *probe.free.lock().unwrap() = Err(ProbeError::Failed("no answer".into()));
+    residency.pulse(1, 50, 50);
+    tokio::time::sleep(SECOND).await;
+    assert_eq!(residency.snapshot().await[0].capacity, 50);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_process_that_lies_about_its_bytes_is_found_out_by_the_device() {
+    let (residency, stage, _) = residency(100);
+    let granted = residency.request(vector(1, 30, 40)).await.unwrap();
+    start(&residency, &stage, 1, 95).await;
+    for _ in 0..6 {
+        residency.pulse(1, 80, 80);
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    let kill = Call::Kill(1, LeaseKill::OverLease { measured: 95, leased: 80 });
+    assert!(stage.calls().contains(&kill), "it says 80, the device 95");
+    drop(granted);
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_decision_stands_in_the_journal() {
+    let journal = Journal::default();
+    let stage = Arc::new(Stage::default());
+    let arena = Arena::new(&format!("jrn{:08x}", std::process::id()), ArenaLimits { bytes: 1 << 20 });
+    let device = DeviceConfig {
+        id: DeviceId::cpu(),
+        name: "a device".into(),
+        total: 200,
+        budget: 100,
+        rules: Rules { tolerance: 0, ..Rules::default() },
+        probe: Arc::new(Device(stage.clone())),
+    };
+    let residency = Residency::start(vec![device], arena, Arc::new(RuntimeClock::new()), journal.clone());
+    residency.set_holders(stage.clone());
+    drop(residency.request(vector(1, 30, 40)).await.unwrap());
+    drop(residency.request(vector(2, 60, 60)).await);
+    residency.snapshot().await;
+    let of = |job| journal.of_job(job).iter().map(|decision| (decision.kind(), decision.bytes)).collect::<Vec<_>>();
+    assert_eq!(of("job1"), [(v1::DecisionKind::Granted, 80)]);
+    assert_eq!(of("job2"), [(v1::DecisionKind::Refused, 130)]);
+}
+
+#[test]
+fn a_segment_is_never_used_twice() {
+    let arena = Arena::new(&format!("r8{:08x}", std::process::id()), ArenaLimits { bytes: 64 << 20 });
+    let mut numbers = Vec::new();
+    let mut names = std::collections::BTreeSet::new();
+    for round in 0..20 {
+        // Freed before the next round: nothing of it comes back.
+        let segments: Vec<_> = (0..5).map(|_| arena.create(ElementType::U8, 64, round, "x").unwrap()).collect();
+        for segment in &segments {
+            let message = segment.message(&[64]);
+            numbers.push(message.sequence);
+            assert!(names.insert(message.name.clone()), "{} came twice", message.name);
+        }
+    }
+    assert_eq!(invariants::segments_are_new(&numbers), Ok(()));
+    numbers.push(numbers[7]);
+    assert_eq!(invariants::segments_are_new(&numbers).unwrap_err().id, "R8");
 }

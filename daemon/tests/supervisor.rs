@@ -71,6 +71,7 @@ impl Observer for Log {
         assert!(device_bytes > 1000);
         *self.pulses.lock().unwrap() += 1;
     }
+    fn block_time(&self, _incarnation: u64, _time: Duration) {}
     fn lease_requested(&self, _incarnation: u64, _request: LeaseRequest) {}
     fn lease_returned(&self, incarnation: u64, lease: u64, bytes: u64) {
         self.add(Heard::Returned(incarnation, lease, bytes));

@@ -201,3 +201,25 @@ fn a_client_that_vanishes_cancels_its_job_unless_it_asked_to_keep_it() {
     let kept = eventually(LONG, || jobs().contains("succeeded").then_some(()));
     assert!(kept.is_some(), "the kept job did not end: {}", jobs());
 }
+
+#[test]
+fn a_worker_that_holds_more_than_its_leases_is_killed_and_its_job_fails_as_out_of_memory() {
+    let sandbox = Sandbox::new();
+    let plan = sandbox.path().join("plan");
+    std::fs::write(&plan, "diffusion:greedy").unwrap();
+    let options = Options::default().fault(&format!("@{}", plan.display()));
+    let daemon = Daemon::start(&sandbox, &options);
+    let output = job(&sandbox, &daemon, "x.png").output().unwrap();
+    assert!(!output.status.success(), "{}", text(&output));
+    let said = text(&output);
+    assert!(said.contains("holds") && said.contains("are leased"), "how much it held, of how much: {said}");
+    assert!(said.contains("out of memory") || said.contains("OUT_OF_MEMORY"), "{said}");
+    // What it held is charged to nobody any more, and the next job has a worker that keeps to its leases.
+    std::fs::write(&plan, "").unwrap();
+    let next = job(&sandbox, &daemon, "y.png").output().unwrap();
+    assert!(next.status.success(), "{}", text(&next));
+    let instances = sandbox.instances();
+    assert!(daemon.stop().success());
+    sandbox.expect_no_process(Duration::from_secs(3));
+    assert_eq!(Sandbox::segments(&instances), Vec::<String>::new(), "segments are left");
+}

@@ -1,6 +1,6 @@
 //! What must hold of a ledger after every event, as pure functions: the property tests and debug builds check them.
 //!
-//! The ids are those of the design. R8 (no segment is used twice) is the arena's: it never does.
+//! The ids are those of the design. R8 is the arena's: its segments' numbers, in the order in which they were handed out.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use crate::clock::Moment;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{id} is broken: {what}")]
 pub struct Violation {
-    /// R1 to R7.
+    /// R1 to R8.
     pub id: &'static str,
     /// How.
     pub what: String,
@@ -40,6 +40,17 @@ pub fn check(ledger: &Ledger, now: Moment) -> Result<(), Violation> {
         return broken("R6", format!("somebody who waits for the compute token was passed over {passed_over} times"));
     }
     Ok(())
+}
+
+/// R8: no segment is used again, whoever may still have it mapped: each has a number that no earlier one had.
+///
+/// # Errors
+/// A number that is not larger than the one before.
+pub fn segments_are_new(numbers: &[u64]) -> Result<(), Violation> {
+    match numbers.windows(2).find(|pair| pair[1] <= pair[0]) {
+        Some(pair) => broken("R8", format!("segment {} was handed out after {}", pair[1], pair[0])),
+        None => Ok(()),
+    }
 }
 
 /// R1, second half: while more is charged than there is, all that is idle is giving back.
@@ -181,6 +192,11 @@ fn has_grounds(before: &Ledger, event: &Event, incarnation: Incarnation, proof: 
         }
         (Proof::Measured, Event::Measured { incarnation: measured, bytes: None }) => {
             *measured == incarnation && matches!(holder.life, Life::Reaped { .. })
+        }
+        (Proof::Inferred, Event::Seen { incarnation: seen, free }) => {
+            *seen == incarnation
+                && before.free_that_proves(incarnation).is_some_and(|needed| *free >= needed)
+                && matches!(holder.life, Life::Alive { .. } | Life::Retiring { .. } | Life::Reaped { .. })
         }
         (Proof::Reaped | Proof::Measured | Proof::Inferred, _) => false,
     }

@@ -3,7 +3,7 @@
 //! * [`Residency`]: the handle that jobs and workers use; one owner task behind it holds one [`Ledger`] per device.
 //! * [`Ledger`]: the pure state machine, `(state, event, now) -> effects`.
 //! * [`policy`]: what to take back when somebody needs room.
-//! * [`invariants`]: what must hold after every event (R1 to R7), checked by tests and by debug builds.
+//! * [`invariants`]: what must hold after every event (R1 to R8), checked by tests and by debug builds.
 //! * [`device`]: how bytes are measured, and what a device has.
 //! * [`estimate`]: how many bytes a stage task will need.
 //! * [`peaks`]: what stage tasks were measured to need, kept over restarts.

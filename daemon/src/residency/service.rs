@@ -10,7 +10,7 @@ use sd_proto::v1;
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tracing::{debug, info, warn};
 
-use super::device::DeviceConfig;
+use super::device::{DeviceConfig, DeviceReading, ProbeError, Processes, Shown};
 use super::handle::{Afterwards, ComputeToken, Granted, Holders, OnRelease};
 use super::lease::{Incarnation, LeaseId, LeaseVector, Purpose, Refusal, RequestId};
 use super::ledger::{Decision, DecisionKind, Effect, Event, Ledger, Upcoming};
@@ -59,7 +59,21 @@ pub(super) fn next_number() -> u64 {
 struct Device {
     config: DeviceConfig,
     ledger: Ledger,
+    /// When it was read last, and what was wrong then.
+    read: Option<(Moment, Result<(), ProbeError>)>,
+    /// Nobody shares it, as it said itself: there is nothing to read.
+    alone: bool,
 }
+
+/// A reading that is not older is good for another turn: a turn comes with every message.
+const FRESH: Duration = Duration::from_millis(20);
+/// Between two readings while somebody waits for bytes.
+const READ_WAITING: Duration = Duration::from_millis(250);
+/// Between two readings while somebody holds bytes.
+const READ_HOLDING: Duration = Duration::from_secs(1);
+/// Foreign use is counted in parts of the device, this-many-th of it, so that its trembling does not become one change after
+/// the other.
+const PARTS: u64 = 1024;
 
 /// Somebody who waits until what processes of a device give back is proven.
 struct Watch {
@@ -102,7 +116,7 @@ pub(super) async fn run(
         // Ranges of 2^40 leases: disjoint for every device, and short in print for the first one.
         let first_lease = ((number as u64) << 40) + 1;
         let ledger = Ledger::new(config.id.clone(), config.budget, config.rules, first_lease);
-        (config.id.clone(), Device { config, ledger })
+        (config.id.clone(), Device { config, ledger, read: None, alone: false })
     };
     let mut owner = Owner {
         devices: devices.into_iter().enumerate().map(with_ledger).collect(),
@@ -121,7 +135,8 @@ pub(super) async fn run(
         computing: HashMap::new(),
     };
     loop {
-        let wake = owner.devices.values().filter_map(|device| device.ledger.next_wake()).min();
+        let wake = owner.devices.values().flat_map(|device| [device.ledger.next_wake(), device.next_reading()]);
+        let wake = wake.flatten().min();
         tokio::select! {
             // Commands first: a return that arrived before its deadline is seen before the deadline.
             biased;
@@ -132,6 +147,21 @@ pub(super) async fn run(
             () = arena.freed() => owner.tick(),
             () = sleep(&*clock, wake) => owner.tick(),
         }
+    }
+}
+
+impl Device {
+    /// When to read it next; `None` while nobody holds bytes and nobody waits, or where it has told that nobody shares it.
+    fn next_reading(&self) -> Option<Moment> {
+        if self.alone {
+            return None;
+        }
+        let interval = match (self.ledger.waits(), self.ledger.is_empty() && !self.ledger.is_short()) {
+            (true, _) => READ_WAITING,
+            (false, false) => READ_HOLDING,
+            (false, true) => return None,
+        };
+        Some(self.read.as_ref().map_or(Moment::ZERO, |(at, _)| *at + interval))
     }
 }
 
@@ -188,7 +218,9 @@ impl Owner {
             }
             Command::Pulse { incarnation, device_bytes, peak_bytes } => {
                 debug!(incarnation, device_bytes, peak_bytes, "pulse");
-                self.step_of(incarnation, Event::Pulse { incarnation, bytes: device_bytes });
+                // The device's own measure is believed before the process's word.
+                let bytes = self.holds(incarnation, device_bytes);
+                self.step_of(incarnation, Event::Pulse { incarnation, bytes });
             }
             Command::Returned { incarnation, lease, bytes } => {
                 self.step_of(incarnation, Event::Returned { incarnation, lease, bytes });
@@ -309,6 +341,61 @@ impl Owner {
         }
     }
 
+    /// What a process holds: by the device's measure, and where that does not tell, by its own.
+    fn holds(&self, incarnation: Incarnation, said: u64) -> u64 {
+        let pid = self.pids.get(&incarnation);
+        let device = self.places.get(&incarnation).and_then(|place| self.devices.get(place));
+        let (Some(pid), Some(device)) = (pid, device) else { return said };
+        match device.config.probe.process(*pid) {
+            Ok(Shown::Bytes(bytes)) => bytes,
+            Ok(Shown::Nothing | Shown::Hidden { .. }) | Err(_) => said,
+        }
+    }
+
+    /// Reads a device where that is due: what others use of it is not ours to lease.
+    fn read(&mut self, id: &DeviceId, event: &Event) -> Vec<Event> {
+        let Some(reading) = self.reading(id, event) else { return Vec::new() };
+        let Some(device) = self.devices.get_mut(id) else { return Vec::new() };
+        let budget = device.config.budget;
+        let capacity = reading.capacity(budget, device.ledger.said());
+        let part = (device.config.total / PARTS).max(1);
+        let bytes = if capacity < budget { capacity - capacity % part } else { budget };
+        let hidden = matches!(reading.processes, Processes::Hidden { .. });
+        let free = hidden.then_some(Event::Free { bytes: reading.free });
+        free.into_iter().chain([Event::Capacity { bytes }]).collect()
+    }
+
+    fn reading(&mut self, id: &DeviceId, event: &Event) -> Option<DeviceReading> {
+        let now = self.clock.now();
+        let here = |incarnation: &&Incarnation| self.places.get(incarnation) == Some(id);
+        let pids: Vec<u32> = self.pids.iter().filter(|(incarnation, _)| here(incarnation)).map(|(_, pid)| *pid).collect();
+        let device = self.devices.get_mut(id)?;
+        let asked = matches!(event, Event::Request { .. }) || device.ledger.waits();
+        let due = device.next_reading().is_some_and(|at| now >= at);
+        let fresh = device.read.as_ref().is_some_and(|(at, _)| now < *at + FRESH);
+        if device.alone || !(due || asked && !fresh) {
+            return None;
+        }
+        let reading = device.config.probe.reading(&pids);
+        let was = device.read.replace((now, reading.as_ref().map(|_| ()).map_err(ProbeError::clone)));
+        match reading {
+            Ok(reading) => {
+                if let Some((_, Err(error))) = was {
+                    info!(device = %id, %error, "the device answers again");
+                }
+                device.alone = reading.is_none();
+                reading
+            }
+            Err(error) => {
+                // Says nothing about what is free: the last capacity counts. Told once.
+                if was.is_none_or(|(_, was)| was.as_ref() != Err(&error)) {
+                    warn!(device = %id, %error, "cannot read a device");
+                }
+                None
+            }
+        }
+    }
+
     fn tick(&mut self) {
         for device in self.devices.keys().cloned().collect::<Vec<_>>() {
             self.step(&device, Event::Tick);
@@ -317,7 +404,8 @@ impl Owner {
 
     /// One step of a device's ledger, its effects carried out, and the steps that those lead to.
     fn step(&mut self, device: &DeviceId, event: Event) {
-        let mut events = std::collections::VecDeque::from([event]);
+        let mut events = std::collections::VecDeque::from(self.read(device, &event));
+        events.push_back(event);
         while let Some(event) = events.pop_front() {
             let now = self.clock.now();
             let Some(Device { ledger, .. }) = self.devices.get_mut(device) else { return };
@@ -392,8 +480,10 @@ impl Owner {
 
     fn measure(&self, device: &DeviceId, incarnation: Incarnation) -> Option<Event> {
         let pid = *self.pids.get(&incarnation)?;
-        match self.devices.get(device)?.config.probe.process_bytes(pid) {
-            Ok(bytes) => Some(Event::Measured { incarnation, bytes }),
+        match self.devices.get(device)?.config.probe.process(pid) {
+            Ok(Shown::Bytes(bytes)) => Some(Event::Measured { incarnation, bytes: Some(bytes) }),
+            Ok(Shown::Nothing) => Some(Event::Measured { incarnation, bytes: None }),
+            Ok(Shown::Hidden { free }) => Some(Event::Seen { incarnation, free }),
             Err(error) => {
                 // Proves nothing: the ledger asks again, and the bytes stay charged.
                 warn!(incarnation, pid, %device, %error, "cannot measure a process");

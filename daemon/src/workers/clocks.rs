@@ -63,15 +63,17 @@ impl Clocks {
         self.task = Some(TaskClock { phase: Phase::Starting, moved: now, last: None });
     }
 
-    /// The task's progress came. Only what differs from the last one counts as moving.
-    pub fn progress(&mut self, progress: &TaskProgress, now: Instant) {
-        let Some(task) = &mut self.task else { return };
+    /// The task's progress came. Only what differs from the last one counts as moving. The time of a block, where none took longer
+    /// before.
+    pub fn progress(&mut self, progress: &TaskProgress, now: Instant) -> Option<Duration> {
+        let task = self.task.as_mut()?;
         let seen = (progress.phase, progress.done, progress.heartbeat);
         if task.last == Some(seen) {
-            return;
+            return None;
         }
-        if task.phase == Phase::Computing {
-            self.longest = self.longest.max(now - task.moved);
+        let took = (task.phase == Phase::Computing).then(|| now - task.moved).filter(|took| *took > self.longest);
+        if let Some(took) = took {
+            self.longest = took;
         }
         task.last = Some(seen);
         task.moved = now;
@@ -80,6 +82,7 @@ impl Clocks {
             TaskPhase::Loading => Phase::Loading,
             TaskPhase::Computing => Phase::Computing,
         };
+        took
     }
 
     /// The task ended.

@@ -73,6 +73,10 @@ impl Observer for Residency {
         Residency::pulse(self, incarnation, device_bytes, peak_bytes);
     }
 
+    fn block_time(&self, incarnation: u64, time: Duration) {
+        Residency::block_time(self, incarnation, time);
+    }
+
     fn lease_requested(&self, incarnation: u64, request: LeaseRequest) {
         if let Some(purpose) = Purpose::from_link(request.purpose()) {
             self.extend(incarnation, request.request_id, purpose, request.min_bytes, request.want_bytes);

@@ -96,6 +96,8 @@ pub trait Observer: Send + Sync + 'static {
     fn lost(&self, incarnation: u64);
     /// A worker measured itself.
     fn pulse(&self, incarnation: u64, device_bytes: u64, peak_bytes: u64);
+    /// A worker took this long from one block to the next, longer than ever before.
+    fn block_time(&self, incarnation: u64, time: Duration);
     /// A worker asks for bytes beyond what it holds.
     fn lease_requested(&self, incarnation: u64, request: sd_proto::worker::v1::LeaseRequest);
     /// A worker holds no more than `bytes` of a lease from now on.
@@ -298,6 +300,7 @@ impl Workers {
             }
             fn lost(&self, _: u64) {}
             fn pulse(&self, _: u64, _: u64, _: u64) {}
+            fn block_time(&self, _: u64, _: Duration) {}
             fn lease_requested(&self, _: u64, _: sd_proto::worker::v1::LeaseRequest) {}
             fn lease_returned(&self, _: u64, _: u64, _: u64) {}
             fn reaped(&self, _: u64) {}

@@ -321,7 +321,9 @@ impl Turn {
             Some(from_worker::Message::Progress(progress)) => {
                 let Some(running) = self.running.as_mut().filter(|r| r.id == progress.task_id) else { return };
                 running.unheard = false;
-                clocks.progress(&progress, now);
+                if let Some(longest) = clocks.progress(&progress, now) {
+                    self.observer.block_time(incarnation, longest);
+                }
                 let _ = running.progress.try_send(progress);
             }
             Some(from_worker::Message::Done(done)) => {

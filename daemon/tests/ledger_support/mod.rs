@@ -10,9 +10,10 @@ use sdd::residency::{
     LeaseVector, Ledger, Purpose, Refusal, RequestId, Rules,
 };
 
-/// Rules with round numbers and no tolerance, so that tests count exact bytes.
+/// Rules with round numbers and no tolerance, so that tests count exact bytes; weights go with their process, where a test does not
+/// say otherwise.
 pub(crate) fn rules() -> Rules {
-    Rules { tolerance: 0, bytes_per_second: u64::MAX, ..Rules::default() }
+    Rules { tolerance: 0, bytes_per_second: u64::MAX, weights_move: false, ..Rules::default() }
 }
 
 /// A vector of context, weights and working set; parts of 0 bytes are left out.

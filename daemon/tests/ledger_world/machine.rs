@@ -52,7 +52,7 @@ pub(crate) trait Machine {
 }
 
 fn ledger(budget: u64, reaping_proves: bool) -> Ledger {
-    let rules = Rules { reaping_proves, ..rules() };
+    let rules = Rules { reaping_proves, weights_move: true, ..rules() };
     Ledger::new(DeviceId::cpu(), budget, rules, 1)
 }
 

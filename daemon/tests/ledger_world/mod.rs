@@ -7,7 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use sdd::arena::SharedPool;
-use sdd::residency::{Afterwards, Effect, Event, Incarnation, LeaseId, Purpose, RequestId};
+use sdd::ids::DeviceId;
+use sdd::residency::{Afterwards, Effect, Event, Incarnation, LeaseId, Purpose, RequestId, Upcoming};
 
 pub(crate) use machine::{Honest, KillProves, Machine, Oversells, WordProves};
 pub(crate) use ops::{Op, ops};
@@ -16,6 +17,7 @@ use crate::ledger_support::vector;
 
 /// Bytes that the world has.
 pub(crate) const WORLD: u64 = 1000;
+const TENANTS: [&str; 3] = ["a", "b", "c"];
 /// Bytes of shared memory that the world has.
 const SHARED: u64 = 500;
 
@@ -226,6 +228,8 @@ impl<M: Machine> World<M> {
                 for part in vector.parts.iter_mut().filter(|part| part.purpose == Purpose::Weights) {
                     part.want += luxury;
                 }
+                // Three tenants.
+                vector.tenant = TENANTS[incarnation as usize % 3].into();
                 let id = RequestId(self.number());
                 self.waiting.insert(id, incarnation);
                 self.event(Event::Request { id, vector })
@@ -320,6 +324,42 @@ impl<M: Machine> World<M> {
             },
             Op::Retire { at } => match pick(&self.processes, at) {
                 Some(incarnation) => self.event(Event::Retire { incarnation }),
+                None => Ok(()),
+            },
+            Op::GiveBack { at, weights } => match pick(&self.processes, at) {
+                Some(incarnation) => self.event(Event::GiveBack { incarnation, weights }),
+                None => Ok(()),
+            },
+            Op::Pin { at, pinned } => match pick(&self.processes, at) {
+                Some(incarnation) => self.event(Event::Pin { incarnation, pinned }),
+                None => Ok(()),
+            },
+            Op::Hold { millis } => self.event(Event::Hold { time: millis.map(Duration::from_millis) }),
+            Op::Unhold => self.event(Event::Unhold),
+            Op::Upcoming { titles, needs } => {
+                let stage = |title: usize| Upcoming {
+                    device: DeviceId::cpu(),
+                    job: "queued".into(),
+                    holder: format!("stage {title}"),
+                    needs,
+                };
+                self.event(Event::Upcoming { stages: titles.map(stage).into() })
+            }
+            Op::Shares { parts } => {
+                let weights = TENANTS.iter().zip(parts).map(|(tenant, parts)| ((*tenant).into(), parts)).collect();
+                self.event(Event::Shares { weights })
+            }
+            Op::BlockTime { at, millis } => match pick(&self.processes, at) {
+                Some(incarnation) => {
+                    self.event(Event::BlockTime { incarnation, time: Duration::from_millis(millis) })
+                }
+                None => Ok(()),
+            },
+            Op::Offer => match self.computing.take() {
+                Some(id) => {
+                    self.tokens.push(id);
+                    self.event(Event::TokenOffered { id })
+                }
                 None => Ok(()),
             },
             Op::Token => {
@@ -442,6 +482,7 @@ impl<M: Machine> World<M> {
     /// Everybody behaves: tasks end, orders are followed, the dead are reaped. Then every request must be answered, and when
     /// all processes have gone, every byte is free.
     pub(crate) fn settle(&mut self) -> Result<(), String> {
+        self.event(Event::Unhold)?;
         for round in 0..400 {
             // Capacity is read often, and grows to the least that was read while it lasted.
             self.event(Event::Capacity { bytes: WORLD })?;
@@ -453,7 +494,7 @@ impl<M: Machine> World<M> {
             }
             self.behave()?;
             self.pass(Duration::from_millis(500))?;
-            if self.waiting.is_empty() && self.claims.is_empty() && round > 10 {
+            if self.waiting.is_empty() && self.claims.is_empty() && round > 6 {
                 return self.finish();
             }
         }
@@ -499,6 +540,9 @@ impl<M: Machine> World<M> {
             }
             self.behave()?;
             self.pass(Duration::from_millis(500))?;
+            if self.processes.is_empty() && self.tokens.is_empty() && self.machine.is_clean(self.now).is_ok() {
+                break;
+            }
         }
         if !self.tokens.is_empty() {
             return Err(format!("requests for the token are never answered: {:?}", self.tokens));

@@ -78,7 +78,34 @@ pub(crate) enum Op {
     Retire {
         at: usize,
     },
+    /// An operator wants a process to shrink or to park.
+    GiveBack {
+        at: usize,
+        weights: bool,
+    },
+    Pin {
+        at: usize,
+        pinned: bool,
+    },
+    Hold {
+        millis: Option<u64>,
+    },
+    Unhold,
+    /// What the queue says: it names processes by their titles.
+    Upcoming {
+        titles: [usize; 3],
+        needs: u64,
+    },
+    Shares {
+        parts: [u32; 3],
+    },
+    BlockTime {
+        at: usize,
+        millis: u64,
+    },
     Token,
+    /// Who computes comes to a step boundary.
+    Offer,
     TokenEnd {
         waiting: bool,
     },
@@ -95,7 +122,19 @@ fn afterwards() -> impl Strategy<Value = Afterwards> {
     prop_oneof![
         6 => Just(Afterwards::Keep),
         1 => Just(Afterwards::ReturnWorkingSet),
+        1 => Just(Afterwards::Park),
         1 => Just(Afterwards::Retire),
+    ]
+}
+
+/// What concerns the device as a whole.
+fn operators() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        1 => proptest::option::of(1u64..5000).prop_map(|millis| Op::Hold { millis }),
+        2 => Just(Op::Unhold),
+        3 => ([0usize..16, 0usize..16, 0usize..16], 0u64..500).prop_map(|(titles, needs)| Op::Upcoming { titles, needs }),
+        1 => [1u32..5, 1u32..5, 1u32..5].prop_map(|parts| Op::Shares { parts }),
+        1 => (0usize..16, 0u64..2000).prop_map(|(at, millis)| Op::BlockTime { at, millis }),
     ]
 }
 
@@ -126,7 +165,11 @@ pub(crate) fn ops() -> impl Strategy<Value = Op> {
         9 => prop_oneof![4 => Just(true), 1 => Just(false)].prop_map(|answer| Op::Measure { answer }),
         2 => (at(), 1u64..100, 0u64..100).prop_map(|(at, min, want)| Op::Extend { at, min, want }),
         1 => at().prop_map(|at| Op::Retire { at }),
+        1 => (at(), any::<bool>()).prop_map(|(at, weights)| Op::GiveBack { at, weights }),
+        1 => (at(), any::<bool>()).prop_map(|(at, pinned)| Op::Pin { at, pinned }),
+        1 => operators(),
         2 => Just(Op::Token),
+        1 => Just(Op::Offer),
         2 => any::<bool>().prop_map(|waiting| Op::TokenEnd { waiting }),
         1 => (WORLD / 2..=WORLD).prop_map(|bytes| Op::Capacity { bytes }),
         4 => Just(Op::FreeOutput),

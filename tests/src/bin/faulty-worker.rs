@@ -53,7 +53,12 @@ enum Fault {
     Deaf,
     /// Leaves checkpoints that are none, and aborts.
     LyingCheckpoint,
+    /// Takes hundreds of megabytes beyond its leases, says so truthfully, and goes on.
+    Greedy,
 }
+
+/// What a greedy worker takes beyond all that it is granted.
+const GREED: u64 = 384 << 20;
 
 fn fault(name: &str) -> anyhow::Result<Fault> {
     Ok(match name {
@@ -71,6 +76,7 @@ fn fault(name: &str) -> anyhow::Result<Fault> {
         "exit-memory" => Fault::ExitMemory,
         "deaf" => Fault::Deaf,
         "lying-checkpoint" => Fault::LyingCheckpoint,
+        "greedy" => Fault::Greedy,
         other => anyhow::bail!("unknown fault {other}"),
     })
 }
@@ -157,6 +163,8 @@ async fn misbehave(arguments: &Arguments, fault: Fault) -> anyhow::Result<()> {
     let mut pulse = tokio::time::interval(Duration::from_millis(200));
     let mut sequence = 0;
     let mut frozen = false;
+    let (mut leased, mut greedy) = (0, false);
+    let mut hoard: Vec<Vec<u8>> = Vec::new();
     loop {
         tokio::select! {
             order = orders.message() => match order?.and_then(|order| order.message) {
@@ -182,6 +190,7 @@ async fn misbehave(arguments: &Arguments, fault: Fault) -> anyhow::Result<()> {
                         lie_about_checkpoints(&task)?;
                         std::process::abort();
                     }
+                    Fault::Greedy => greedy = true,
                     Fault::LyingShape | Fault::LyingWriter | Fault::Garbage | Fault::Unsealed => {
                         let outputs = lie(&task, fault)?;
                         say.send(wrap(from_worker::Message::Done(done(&task, outputs)))).await?;
@@ -191,12 +200,19 @@ async fn misbehave(arguments: &Arguments, fault: Fault) -> anyhow::Result<()> {
                         say.send(wrap(from_worker::Message::Done(done(&other, Vec::new())))).await?;
                     }
                 },
+                Some(to_worker::Message::Grant(grant)) => leased += grant.bytes,
                 Some(to_worker::Message::Retire(_)) | None => return Ok(()),
                 Some(_) => {}
             },
             _ = pulse.tick(), if !frozen => {
                 sequence += 1;
-                let message = Pulse { sequence, device_bytes: 1 << 20, peak_bytes: 1 << 20 };
+                let hoarded = |hoard: &[Vec<u8>]| hoard.iter().map(|part| part.len() as u64).sum::<u64>();
+                if greedy && hoarded(&hoard) < leased + GREED {
+                    // Every page is touched, so that all of it is really held.
+                    hoard.push(vec![1u8; GREED as usize / 4]);
+                }
+                let held = (1 << 20) + hoarded(&hoard);
+                let message = Pulse { sequence, device_bytes: held, peak_bytes: held };
                 say.send(wrap(from_worker::Message::Pulse(message))).await?;
             }
         }

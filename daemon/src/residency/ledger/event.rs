@@ -67,6 +67,18 @@ pub enum Event {
         /// Its bytes; `None`: the device shows no such process.
         bytes: Option<u64>,
     },
+    /// The device does not show what a process holds, only what is free; answers [`Effect::Measure`].
+    Seen {
+        /// Which process was asked for.
+        incarnation: Incarnation,
+        /// Bytes that nobody holds.
+        free: u64,
+    },
+    /// A device that does not show what processes hold has so many bytes free.
+    Free {
+        /// Bytes that nobody holds.
+        bytes: u64,
+    },
     /// A process says that it holds no more than `bytes` of a lease.
     Returned {
         /// Which process.
@@ -232,7 +244,7 @@ pub enum Effect {
         /// How.
         proof: Proof,
     },
-    /// Measure a process and come back with [`Event::Measured`]. Where it cannot be measured, nothing: the
+    /// Measure a process and come back with [`Event::Measured`] or [`Event::Seen`]. Where it cannot be measured, nothing: the
     /// ledger asks again.
     Measure {
         /// Which.

@@ -150,7 +150,7 @@ impl Ledger {
             (Life::Reaped { .. }, None) => self.vanish(incarnation, Proof::Measured, turn),
             (Life::Alive { .. } | Life::Retiring { .. }, Some(bytes)) => {
                 if bytes <= self.allowed(incarnation).saturating_add(self.rules.tolerance) {
-                    self.prove_returns(incarnation, turn);
+                    self.prove_returns(incarnation, Proof::Measured, turn);
                     self.follow_what_was_asked(incarnation, turn);
                 }
                 self.note_measure(incarnation, bytes, turn);
@@ -171,7 +171,7 @@ impl Ledger {
         bytes.sum()
     }
 
-    fn prove_returns(&mut self, incarnation: Incarnation, turn: &mut Turn<'_>) {
+    pub(super) fn prove_returns(&mut self, incarnation: Incarnation, proof: Proof, turn: &mut Turn<'_>) {
         let busy = self.holders.get(&incarnation).is_some_and(|holder| holder.claim.is_some());
         let retiring = match self.holders.get(&incarnation).map(|holder| holder.life) {
             Some(Life::Retiring { deadline }) => Some(deadline),
@@ -194,12 +194,12 @@ impl Ledger {
             if to == 0 {
                 self.leases.remove(&id);
             }
-            self.proven(incarnation, id, freed, Proof::Measured, since, turn);
+            self.proven(incarnation, id, freed, proof, since, turn);
         }
     }
 
     /// A process holds nothing any more: it and its leases end.
-    fn vanish(&mut self, incarnation: Incarnation, proof: Proof, turn: &mut Turn<'_>) {
+    pub(super) fn vanish(&mut self, incarnation: Incarnation, proof: Proof, turn: &mut Turn<'_>) {
         let ended: Vec<Lease> = self.leases_of(incarnation).copied().collect();
         for lease in ended {
             let since = match lease.state {

@@ -297,6 +297,7 @@ impl Ledger {
             asked: Asked::Nothing,
             pinned: false,
             block_time: std::time::Duration::ZERO,
+            free_before: None,
             measured: 0,
             overdraft: 0,
             overdraft_until: None,

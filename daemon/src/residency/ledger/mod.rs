@@ -18,7 +18,9 @@ mod ended;
 mod event;
 mod giveback;
 mod grant;
+mod infer;
 mod lost;
+mod normal;
 mod operate;
 mod rules;
 mod share;
@@ -65,6 +67,8 @@ pub struct Ledger {
     pub(super) upcoming: Vec<Upcoming>,
     /// Given to other programs.
     pub(super) held: Option<Hold>,
+    /// Bytes of the device that were free at the last reading, where that is all it shows.
+    pub(super) free: Option<u64>,
     pub(super) degraded: Option<String>,
     /// Why the device is gone, if it is.
     pub(super) lost: Option<String>,
@@ -97,6 +101,7 @@ impl Ledger {
             shares: Shares::default(),
             upcoming: Vec::new(),
             held: None,
+            free: None,
             degraded: None,
             lost: None,
             ended: Ended::default(),
@@ -136,6 +141,8 @@ impl Ledger {
             Event::Reaped { incarnation } => self.reaped(incarnation, turn),
             Event::Pulse { incarnation, bytes } => self.pulse(incarnation, bytes, turn),
             Event::Measured { incarnation, bytes } => self.measured(incarnation, bytes, turn),
+            Event::Seen { incarnation, free } => self.seen(incarnation, free, turn),
+            Event::Free { bytes } => self.free_bytes(bytes),
             Event::Returned { incarnation, lease, bytes } => self.returned(incarnation, lease, bytes, turn),
             Event::Extend { incarnation, request_id, purpose, min, want } => {
                 self.extend(incarnation, request_id, purpose, min, want, turn);
@@ -196,6 +203,26 @@ impl Ledger {
             Life::Granted | Life::Alive { .. } => false,
         };
         self.holders.values().filter(ending).map(|holder| holder.overdraft).sum()
+    }
+
+    /// Whether a request waits.
+    pub fn waits(&self) -> bool {
+        !self.waiters.is_empty()
+    }
+
+    /// Whether nobody holds anything.
+    pub fn is_empty(&self) -> bool {
+        self.holders.is_empty()
+    }
+
+    /// Whether less may be leased now than by the budget.
+    pub fn is_short(&self) -> bool {
+        self.capacity < self.budget
+    }
+
+    /// What all processes said or were measured last to hold.
+    pub fn said(&self) -> u64 {
+        self.holders.values().map(|holder| holder.measured).sum()
     }
 
     /// Whether a process holds leases or a request waits for it.

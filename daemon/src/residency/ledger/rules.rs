@@ -55,8 +55,8 @@ impl Default for Rules {
             overtake_limit: 8,
             overtake_time: Duration::from_secs(30),
             growth_time: Duration::from_secs(2),
-            enforce: false,
-            weights_move: false,
+            enforce: true,
+            weights_move: true,
         }
     }
 }

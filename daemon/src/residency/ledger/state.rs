@@ -53,6 +53,11 @@ impl Measure {
         Self { at: now + Self::FIRST, interval: Self::FIRST }
     }
 
+    /// To be repeated at the longest interval from now on.
+    pub(in crate::residency) fn seldom(now: Moment) -> Self {
+        Self { at: now + Self::LONGEST, interval: Self::LONGEST }
+    }
+
     /// A measurement is made now; this is when to repeat it.
     pub(in crate::residency) fn next(self, now: Moment) -> Self {
         let interval = (self.interval * 2).min(Self::LONGEST);
@@ -95,6 +100,8 @@ pub(in crate::residency) struct Holder {
     pub(in crate::residency) pinned: bool,
     /// The longest it was seen to take from one boundary, at which it can give back, to the next.
     pub(in crate::residency) block_time: Duration,
+    /// Bytes of the device that were free when its release began, where that is all the device shows.
+    pub(in crate::residency) free_before: Option<u64>,
     /// What it said or was measured last to hold.
     pub(in crate::residency) measured: u64,
     /// Bytes beyond its leases and the tolerance, by `measured`; charged.

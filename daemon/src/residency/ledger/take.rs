@@ -201,6 +201,7 @@ impl Ledger {
         if lease.state != LeaseState::Granted || lease.bytes <= to {
             return;
         }
+        self.begin_release(lease.incarnation);
         let within = self.time_for(self.revise_time(lease.incarnation), lease.bytes - to);
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.state = LeaseState::Revoked { to, deadline: turn.now + within };
@@ -210,6 +211,7 @@ impl Ledger {
 
     /// Asks an idle process to free everything and exit.
     pub(super) fn start_retiring(&mut self, incarnation: Incarnation, turn: &mut Turn<'_>) {
+        self.begin_release(incarnation);
         let bytes = self.leases_of(incarnation).map(|lease| lease.bytes).sum();
         let deadline = turn.now + self.time_for(self.rules.retire_time, bytes);
         let Some(holder) = self.holders.get_mut(&incarnation) else { return };
@@ -230,6 +232,7 @@ impl Ledger {
 
     /// A process is dead or as good as: all it holds is unproven.
     pub(super) fn mark_dead(&mut self, incarnation: Incarnation, life: Life, now: Moment) {
+        self.begin_release(incarnation);
         let Some(holder) = self.holders.get_mut(&incarnation) else { return };
         holder.life = life;
         holder.overdraft_until = None;

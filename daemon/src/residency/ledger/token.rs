@@ -44,6 +44,13 @@ impl Token {
         self.queue.iter().map(|waiting| waiting.overtaken).max().unwrap_or(0)
     }
 
+    /// Moves the time since which it is held.
+    pub(super) fn shift(&mut self, moved: impl Fn(Moment) -> Moment) {
+        if let Some((_, since)) = &mut self.held {
+            *since = moved(*since);
+        }
+    }
+
     pub(super) fn request(&mut self, id: RequestId, job: JobId, tenant: Tenant) {
         self.queue.push_back(Contender { id, job, tenant, overtaken: 0 });
     }
