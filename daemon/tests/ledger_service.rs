@@ -446,6 +446,15 @@ async fn capacity_follows_what_others_use() {
     residency.pulse(1, 50, 50);
     tokio::time::sleep(SECOND).await;
     assert_eq!(residency.snapshot().await[0].capacity, 50);
+    // One that is gone leaves nobody waiting.
+    let waiting = residency.request(vector(3, 30, 40));
+    let losing = async {
+        tokio::time::sleep(SECOND).await;
+        *probe.free.lock().unwrap() = Err(ProbeError::Lost("it fell off the bus".into()));
+    };
+    let (refused, ()) = tokio::join!(timeout(4 * SECOND, waiting), losing);
+    let refusal = refused.expect("answered").unwrap_err();
+    assert!(matches!(refusal, Refusal::Unusable { .. }) && refusal.to_string().contains("off the bus"), "{refusal}");
 }
 
 #[tokio::test(start_paused = true)]

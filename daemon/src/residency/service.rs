@@ -356,16 +356,22 @@ impl Owner {
     fn read(&mut self, id: &DeviceId, event: &Event) -> Vec<Event> {
         let Some(reading) = self.reading(id, event) else { return Vec::new() };
         let Some(device) = self.devices.get_mut(id) else { return Vec::new() };
+        let reading = match reading {
+            Ok(reading) => reading,
+            Err(ProbeError::Lost(why)) => return vec![Event::DeviceLost { why }],
+            // Says nothing about what is free: the last capacity counts.
+            Err(ProbeError::Failed(_)) => return Vec::new(),
+        };
         let budget = device.config.budget;
         let capacity = reading.capacity(budget, device.ledger.said());
         let part = (device.config.total / PARTS).max(1);
         let bytes = if capacity < budget { capacity - capacity % part } else { budget };
         let hidden = matches!(reading.processes, Processes::Hidden { .. });
         let free = hidden.then_some(Event::Free { bytes: reading.free });
-        free.into_iter().chain([Event::Capacity { bytes }]).collect()
+        [Event::DeviceFound].into_iter().chain(free).chain([Event::Capacity { bytes }]).collect()
     }
 
-    fn reading(&mut self, id: &DeviceId, event: &Event) -> Option<DeviceReading> {
+    fn reading(&mut self, id: &DeviceId, event: &Event) -> Option<Result<DeviceReading, ProbeError>> {
         let now = self.clock.now();
         let here = |incarnation: &&Incarnation| self.places.get(incarnation) == Some(id);
         let pids: Vec<u32> = self.pids.iter().filter(|(incarnation, _)| here(incarnation)).map(|(_, pid)| *pid).collect();
@@ -384,14 +390,14 @@ impl Owner {
                     info!(device = %id, %error, "the device answers again");
                 }
                 device.alone = reading.is_none();
-                reading
+                reading.map(Ok)
             }
             Err(error) => {
-                // Says nothing about what is free: the last capacity counts. Told once.
+                // Told once.
                 if was.is_none_or(|(_, was)| was.as_ref() != Err(&error)) {
                     warn!(device = %id, %error, "cannot read a device");
                 }
-                None
+                Some(Err(error))
             }
         }
     }
