@@ -143,7 +143,10 @@ fn ledgers_that_are_broken_on_purpose_are_caught() {
         let broken = caught(mutant);
         let first = broken.lines().next().unwrap_or_default();
         println!("{mutant:?}: {first}");
-        assert!(["really held", "R1", "R2", "R3", "R4", "answered"].iter().any(|word| broken.contains(word)), "{broken}");
+        assert!(
+            ["really held", "R1", "R2", "R3", "R4", "answered"].iter().any(|word| broken.contains(word)),
+            "{broken}"
+        );
     }
 }
 

@@ -123,7 +123,8 @@ fn a_ledger_that_believes_a_process_is_caught() {
 
 #[test]
 fn a_ledger_that_takes_a_kill_for_a_release_is_caught() {
-    let broken = hunt::<KillProves>(7, 64, 150..350).expect_err("granting before the process is reaped must be noticed");
+    let broken =
+        hunt::<KillProves>(7, 64, 150..350).expect_err("granting before the process is reaped must be noticed");
     assert!(broken.contains("really held"), "{broken}");
 }
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 use ledger_support::*;
 use sdd::ids::JobId;
 use sdd::residency::{
-    Afterwards, DecisionKind, Effect, Event, LeaseKill, LeasePart, LifeView, Proof, Purpose, Refusal, RequestId, Rules, Upcoming,
-    invariants, policy::Rung,
+    Afterwards, DecisionKind, Effect, Event, LeaseKill, LeasePart, LifeView, Proof, Purpose, Refusal, RequestId, Rules,
+    Upcoming, invariants, policy::Rung,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -698,7 +698,9 @@ fn the_queue_decides_who_goes_and_what_is_luxury() {
     bench.pass(SECOND);
     bench.warm(2, 10, 30, 0);
     // The one that was used last would be kept, but the queue needs the other one first.
-    bench.step(Event::Upcoming { stages: vec![upcoming("stage 1", 40), upcoming("stage 9", 1), upcoming("stage 2", 40)] });
+    bench.step(Event::Upcoming {
+        stages: vec![upcoming("stage 1", 40), upcoming("stage 9", 1), upcoming("stage 2", 40)],
+    });
     let (_, effects) = bench.ask(vector(3, 10, 20, 0));
     assert_eq!(retired(&effects), [2]);
     let mut bench = Bench::new(100);
@@ -774,8 +776,9 @@ fn a_device_that_is_held_grants_nothing_and_is_left_by_all() {
 
 #[test]
 fn tenants_take_turns_and_nobody_is_overtaken_without_end() {
-    let of = |incarnation: u64, tenant: &str| {
-        sdd::residency::LeaseVector { tenant: tenant.into(), ..vector(incarnation, 60, 0, 0) }
+    let of = |incarnation: u64, tenant: &str| sdd::residency::LeaseVector {
+        tenant: tenant.into(),
+        ..vector(incarnation, 60, 0, 0)
     };
     let mut bench = Bench::new(100);
     let (first, _) = bench.granted(of(1, "many"));
@@ -808,8 +811,9 @@ fn tenants_take_turns_and_nobody_is_overtaken_without_end() {
 
 #[test]
 fn shares_weigh_tenants() {
-    let of = |incarnation: u64, tenant: &str| {
-        sdd::residency::LeaseVector { tenant: tenant.into(), ..vector(incarnation, 30, 0, 0) }
+    let of = |incarnation: u64, tenant: &str| sdd::residency::LeaseVector {
+        tenant: tenant.into(),
+        ..vector(incarnation, 30, 0, 0)
     };
     let mut bench = Bench::new(100);
     bench.step(Event::Shares { weights: [("a".into(), 2)].into() });

@@ -12,8 +12,9 @@ use sdd::clock::RuntimeClock;
 use sdd::ids::{DeviceId, JobId, Tenant};
 use sdd::journal::Journal;
 use sdd::residency::{
-    Afterwards, DecisionKind, DeviceConfig, DeviceProbe, DeviceReading, GrantedLease, Holders, Incarnation, LeaseId, LeaseKill,
-    LeasePart, LeaseVector, LifeView, ProbeError, Processes, Proof, Purpose, Refusal, Residency, Rules, invariants,
+    Afterwards, DecisionKind, DeviceConfig, DeviceProbe, DeviceReading, GrantedLease, Holders, Incarnation, LeaseId,
+    LeaseKill, LeasePart, LeaseVector, LifeView, ProbeError, Processes, Proof, Purpose, Refusal, Residency, Rules,
+    invariants,
 };
 use tokio::time::{Instant, timeout};
 
@@ -337,10 +338,14 @@ async fn what_is_asked_back_is_answered_when_it_is_proven() {
     stage.calls();
     drop(granted);
     residency.snapshot().await;
-    let revised: Vec<(LeaseId, u64)> = stage.calls().iter().filter_map(|call| match call {
-        Call::Revise(1, lease, to) => Some((*lease, *to)),
-        _ => None,
-    }).collect();
+    let revised: Vec<(LeaseId, u64)> = stage
+        .calls()
+        .iter()
+        .filter_map(|call| match call {
+            Call::Revise(1, lease, to) => Some((*lease, *to)),
+            _ => None,
+        })
+        .collect();
     assert_eq!(revised.len(), 2, "when its task has ended");
     stage.holds(1, 10);
     revised.iter().for_each(|(lease, _)| residency.returned(1, *lease, 0));

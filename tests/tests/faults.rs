@@ -213,7 +213,7 @@ fn a_worker_that_holds_more_than_its_leases_is_killed_and_its_job_fails_as_out_o
     assert!(!output.status.success(), "{}", text(&output));
     let said = text(&output);
     assert!(said.contains("holds") && said.contains("are leased"), "how much it held, of how much: {said}");
-    assert!(said.contains("out of memory") || said.contains("OUT_OF_MEMORY"), "{said}");
+    assert_eq!(output.status.code(), Some(ProgramExit::Capacity.code()), "out of memory: {said}");
     // What it held is charged to nobody any more, and the next job has a worker that keeps to its leases.
     std::fs::write(&plan, "").unwrap();
     let next = job(&sandbox, &daemon, "y.png").output().unwrap();

@@ -374,7 +374,8 @@ impl Owner {
     fn reading(&mut self, id: &DeviceId, event: &Event) -> Option<Result<DeviceReading, ProbeError>> {
         let now = self.clock.now();
         let here = |incarnation: &&Incarnation| self.places.get(incarnation) == Some(id);
-        let pids: Vec<u32> = self.pids.iter().filter(|(incarnation, _)| here(incarnation)).map(|(_, pid)| *pid).collect();
+        let pids: Vec<u32> =
+            self.pids.iter().filter(|(incarnation, _)| here(incarnation)).map(|(_, pid)| *pid).collect();
         let device = self.devices.get_mut(id)?;
         let asked = matches!(event, Event::Request { .. }) || device.ledger.waits();
         let due = device.next_reading().is_some_and(|at| now >= at);

@@ -52,31 +52,71 @@ pub(crate) enum Mutant {
 /// What can happen; `at` is a place for a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Action {
-    Request { at: usize },
-    Withdraw { at: usize },
-    Release { at: usize, afterwards: Afterwards },
-    Spawn { at: usize },
-    Attach { at: usize },
+    Request {
+        at: usize,
+    },
+    Withdraw {
+        at: usize,
+    },
+    Release {
+        at: usize,
+        afterwards: Afterwards,
+    },
+    Spawn {
+        at: usize,
+    },
+    Attach {
+        at: usize,
+    },
     /// Does what it was told first.
-    Obey { at: usize },
+    Obey {
+        at: usize,
+    },
     /// Only says so.
-    Lie { at: usize },
+    Lie {
+        at: usize,
+    },
     /// Stops pulsing.
-    Hang { at: usize },
+    Hang {
+        at: usize,
+    },
     /// Dies unnoticed; or its link breaks.
-    Crash { at: usize },
-    Lose { at: usize },
+    Crash {
+        at: usize,
+    },
+    Lose {
+        at: usize,
+    },
     /// A kill takes effect.
-    Die { at: usize },
-    Reap { at: usize },
+    Die {
+        at: usize,
+    },
+    Reap {
+        at: usize,
+    },
     /// The device no longer shows a reaped process.
-    Fade { at: usize, ghost: usize },
+    Fade {
+        at: usize,
+        ghost: usize,
+    },
     /// A measurement is answered at last.
-    Answer { at: usize },
-    AnswerOfGhost { at: usize, ghost: usize },
-    Park { at: usize },
-    Retire { at: usize },
-    Capacity { device: usize, bytes: u64 },
+    Answer {
+        at: usize,
+    },
+    AnswerOfGhost {
+        at: usize,
+        ghost: usize,
+    },
+    Park {
+        at: usize,
+    },
+    Retire {
+        at: usize,
+    },
+    Capacity {
+        device: usize,
+        bytes: u64,
+    },
     Pass,
 }
 
@@ -200,13 +240,7 @@ impl State {
         let ledger = |device: usize| {
             Arc::new(Ledger::new(DeviceId::from(["a", "b"][device]), SIZES[device] + more, rules(device), 1))
         };
-        Self {
-            ledgers: [ledger(0), ledger(1)],
-            places: Default::default(),
-            capacity: SIZES,
-            shared: 0,
-            faults: 0,
-        }
+        Self { ledgers: [ledger(0), ledger(1)], places: Default::default(), capacity: SIZES, shared: 0, faults: 0 }
     }
 
     /// The same state, in the memory of earlier ones.
@@ -594,7 +628,9 @@ impl Turn {
             Effect::Retire { incarnation } => self.order(incarnation, Order::Exit),
             Effect::Kill { incarnation, .. } => {
                 let (at, life) = place(incarnation);
-                if life == self.state.places[at].lives && let Some(process) = self.process(at) {
+                if life == self.state.places[at].lives
+                    && let Some(process) = self.process(at)
+                {
                     process.condemned = true;
                 }
                 if self.mutant == Mutant::KillProves {
@@ -628,7 +664,9 @@ impl Turn {
 
     fn order(&mut self, incarnation: Incarnation, order: Order) {
         let (at, life) = place(incarnation);
-        if life == self.state.places[at].lives && let Some(process) = self.process(at) {
+        if life == self.state.places[at].lives
+            && let Some(process) = self.process(at)
+        {
             process.orders.push(order);
         }
     }

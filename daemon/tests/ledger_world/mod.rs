@@ -350,9 +350,7 @@ impl<M: Machine> World<M> {
                 self.event(Event::Shares { weights })
             }
             Op::BlockTime { at, millis } => match pick(&self.processes, at) {
-                Some(incarnation) => {
-                    self.event(Event::BlockTime { incarnation, time: Duration::from_millis(millis) })
-                }
+                Some(incarnation) => self.event(Event::BlockTime { incarnation, time: Duration::from_millis(millis) }),
                 None => Ok(()),
             },
             Op::Offer => match self.computing.take() {

@@ -29,7 +29,9 @@ impl Ledger {
             holder.overdraft_until = holder.overdraft_until.map(moved);
             match &mut holder.life {
                 Life::Granted => {}
-                Life::Alive { term_end: moment, .. } | Life::Retiring { deadline: moment } | Life::Dying { since: moment } => {
+                Life::Alive { term_end: moment, .. }
+                | Life::Retiring { deadline: moment }
+                | Life::Dying { since: moment } => {
                     *moment = moved(*moment);
                 }
                 Life::Reaped { since, measure } => {
