@@ -46,7 +46,9 @@ fn start(sandbox: &Sandbox) -> Daemon {
     // Frozen workers are to be noticed in a time that a run has; ended jobs, which are kept by count and bytes, must not
     // look like growth.
     let options = Options::default().fault(&format!("@{}", plan.display()));
-    Daemon::start(sandbox, &options.set("deadlines.pulse=2s").set("limits.ended_jobs=16"))
+    let options = options.set("deadlines.pulse=2s").set("limits.ended_jobs=16");
+    // Each job is to encode its prompt.
+    Daemon::start(sandbox, &options.set("cache.conditioning=0"))
 }
 
 impl World {

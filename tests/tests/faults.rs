@@ -33,7 +33,8 @@ fn job_of(sandbox: &Sandbox, daemon: &Daemon, name: &str, steps: &str) -> std::p
 fn a_worker_killed_at_any_moment_costs_its_job_alone() {
     let mut random = Random::from_environment("killed workers");
     let sandbox = Sandbox::new();
-    let daemon = Daemon::start(&sandbox, &Options::default());
+    // Each job is to encode its prompt.
+    let daemon = Daemon::start(&sandbox, &Options::default().set("cache.conditioning=0"));
     for stage in ["text", "diffusion", "vae", "diffusion", "text"] {
         // No warm worker: each round sees one start.
         for worker in sandbox.processes_of("sd-worker") {
@@ -65,7 +66,7 @@ fn a_frozen_worker_is_noticed_and_killed() {
     let mut random = Random::from_environment("frozen workers");
     let sandbox = Sandbox::new();
     let daemon = Daemon::start(&sandbox, &Options::default().set("deadlines.pulse=1s"));
-    let mut long = job_of(&sandbox, &daemon, "x.png", "200");
+    let mut long = job_of(&sandbox, &daemon, "x.png", "60");
     let child = long.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let worker = worker_at_random_moment(&sandbox, "diffusion", &mut random);
     worker.signal(Signal::SIGSTOP);

@@ -180,7 +180,7 @@ fn a_stage_that_is_lost_once_is_run_again_and_the_picture_is_the_undisturbed_one
         assert_eq!(ran.end(), "succeeded", "{what}");
         assert_eq!(ran.pictures, undisturbed.pictures, "{what}");
         assert_eq!(retries(&ran), 1, "{what}: {:?}", timings(&ran));
-        let told = notes(&ran).iter().filter(|note| note.contains("is run")).count();
+        let told = notes(&ran).iter().filter(|note| note.contains("the stage is run")).count();
         assert_eq!(told, 1, "{what}: {:?}", notes(&ran));
         let dropped = notes(&ran).iter().filter(|note| note.contains("was dropped")).count();
         assert_eq!(dropped, if fault == "lying-checkpoint" { 2 } else { 0 }, "{what}: {:?}", notes(&ran));
@@ -275,7 +275,7 @@ fn a_cancelled_or_abandoned_job_ends_at_every_stage_in_bounded_time_and_nothing_
         let took = asked.expect("the stage began").elapsed();
         assert!(ran.end().starts_with("cancelled"), "{stage:?}: {}", ran.end());
         assert!(took < Duration::from_secs(10), "{stage:?}: cancelled after {took:?}");
-        assert!(notes(&ran).iter().all(|note| !note.contains("is run")), "{stage:?}: {:?}", notes(&ran));
+        assert!(notes(&ran).iter().all(|note| !note.contains("the stage is run")), "{stage:?}: {:?}", notes(&ran));
 
         // Its client goes away.
         world.end_idle(worker);
@@ -313,7 +313,7 @@ fn a_stage_whose_workers_die_again_and_again_is_quarantined_until_it_is_cleared(
         assert_eq!(reason, FailureReason::WorkerDied, "{stage}");
         assert!(message.contains("SIGABRT") && message.contains("sdctl quarantine clear"), "{stage}: {message}");
         assert!(stderr.iter().any(|line| line.contains("aborts on purpose")), "{stage}: {stderr:?}");
-        let told = notes(&first).iter().filter(|note| note.contains("is run again")).count();
+        let told = notes(&first).iter().filter(|note| note.contains("the stage is run again")).count();
         assert_eq!(told, 2, "{stage}: three deaths, two retries: {:?}", notes(&first));
 
         let second = world.run(image(), |_| {});
