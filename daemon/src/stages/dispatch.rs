@@ -400,7 +400,7 @@ impl Dispatcher {
         let Some(work) = work(request, &order.run) else {
             return Err(failure(FailureReason::Internal, stage, "a plan has a stage without a name").into());
         };
-        let began = Instant::now();
+        let (began, before) = (Instant::now(), *waited);
         for _ in 0..ATTEMPTS {
             let shared_memory = Segments::bytes(order, resume);
             let room = self.conditioning.yield_to(shared_memory);
@@ -426,7 +426,7 @@ impl Dispatcher {
                 token = self.residency.compute(&self.device, &order.job) => token,
             };
             let token = token.map_err(|refusal| of_refusal(stage, &refusal))?;
-            *waited += began.elapsed();
+            *waited = before + began.elapsed();
 
             let task = Task {
                 task_id: self.tasks.fetch_add(1, Ordering::Relaxed),
@@ -444,7 +444,6 @@ impl Dispatcher {
                 Ok(done) => done,
                 Err(RunError::Gone) if !order.stop.is_cancelled() => {
                     self.forget(key, incarnation);
-                    *waited = waited.saturating_sub(began.elapsed());
                     continue;
                 }
                 Err(error) => return Err(self.lost(order, key, &worker, &segments, &error).await),
