@@ -300,9 +300,13 @@ fn a_file_for_memory_must_have_its_table_and_stands_on_its_preset_alone() {
         let message = refusal(&with(&bad));
         assert!(message.contains(&format!("{}:{line}:", bad.display())) && message.contains(word), "{message}");
     }
-    // Those that are delivered are good ones.
+    // Those that are delivered are their presets, and make none of their values a user's own.
     let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs");
     for entry in std::fs::read_dir(configs).unwrap() {
-        stdout(&with(&entry.unwrap().path()));
+        let path = entry.unwrap().path();
+        let preset = path.file_stem().unwrap().to_str().unwrap();
+        let text = stdout(&with(&path));
+        assert!(line(&text, "preset").starts_with(&format!("preset = \"{preset}\" # ")), "{text}");
+        assert!(shown(&text, "reserve_gb").ends_with(&format!("# preset {preset}")), "{text}");
     }
 }

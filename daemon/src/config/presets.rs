@@ -96,17 +96,19 @@ impl Preset {
         })
     }
 
-    /// The preset as a file for `--memory`.
+    /// The preset as a file for `--memory`: its values are shown as comments, because one that is written is a user's own: a
+    /// count then, where a preset's stands for bytes.
     pub fn file(self) -> String {
         let values = self.values();
         let mut text = format!(
-            "# The preset {self}, written out: `sdd --memory FILE`. Generated from the code; a test keeps them equal.\n\n[memory]\n\
-             preset = \"{self}\"\n"
+            "# The preset {self}, for `sdd --memory FILE`. What is a comment below is what it fills; write a line to go over it:\n\
+             # a count that is written is a count, one of the preset stands for bytes (0.39 GB a block, 0.31 GB a layer).\n\
+             # Generated from the code; a test keeps them equal.\n\n[memory]\npreset = \"{self}\"\n"
         );
         for key in PRESET_KEYS {
-            let help =
-                KEYS.iter().find(|known| known.name.strip_prefix("memory.") == Some(key)).map_or("", |key| key.help);
-            let _ = write!(text, "\n# {help}\n{key} = {}\n", values.value(key).unwrap_or_default());
+            let name = format!("memory.{key}");
+            let help = KEYS.iter().find(|known| known.name == name).map_or("", |key| key.help);
+            let _ = write!(text, "\n# {help}\n# {key} = {}\n", values.value(key).unwrap_or_default());
         }
         text
     }
