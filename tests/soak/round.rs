@@ -46,7 +46,7 @@ pub(crate) fn run(world: &mut World, kind: Kind, setting: &Setting, random: &mut
     let (outcomes, terminal) = match kind {
         Kind::Crowd => crowd(world, setting, random)?,
         Kind::Daemon => daemon(world, setting, random)?,
-        Kind::Worker(..) | Kind::Idle | Kind::Faulty(_) | Kind::CtrlC | Kind::Cancel | Kind::Client => {
+        Kind::Worker(..) | Kind::Idle | Kind::Faulty(_) | Kind::Once(_) | Kind::CtrlC | Kind::Cancel | Kind::Client => {
             alone(world, kind, setting, random)?
         }
     };
@@ -55,6 +55,9 @@ pub(crate) fn run(world: &mut World, kind: Kind, setting: &Setting, random: &mut
     }
     ensure!(terminal < BOUND, "the end came after {terminal:?}");
     world.set_fault(None)?;
+    if kind.quarantines() {
+        world.clear_quarantine()?;
+    }
     let next = world.control()?;
     Ok(Round { outcomes, terminal, next })
 }
@@ -67,9 +70,12 @@ fn alone(
     random: &mut Random,
 ) -> anyhow::Result<(Vec<String>, Duration)> {
     match kind {
-        Kind::Faulty(lie) => {
-            let stage = ["text", "diffusion", "vae"][random.below(3) as usize];
-            world.set_fault(Some(&format!("{stage}:{lie}")))?;
+        Kind::Faulty(lie) | Kind::Once(lie) => {
+            // A larger picture that the autoencoder has no memory for is decoded in tiles, and is another one then.
+            let stages = if lie.contains("memory") { 2 } else { 3 };
+            let stage = ["text", "diffusion", "vae"][random.below(stages) as usize];
+            let times = if matches!(kind, Kind::Once(_)) { ":1" } else { "" };
+            world.set_fault(Some(&format!("{stage}:{lie}{times}")))?;
             world.kill_idle(Some(stage))?;
         }
         // Not waited for: their deaths and the job cross.
@@ -103,7 +109,7 @@ fn alone(
             let status = end_of(&mut other, BOUND).context("cancelling")?;
             ensure!(status.success(), "cancelling ended with {status}");
         }
-        Kind::Idle | Kind::Faulty(_) | Kind::Crowd | Kind::Daemon => {}
+        Kind::Idle | Kind::Faulty(_) | Kind::Once(_) | Kind::Crowd | Kind::Daemon => {}
     }
     let ended = client.wait()?;
     let (outcome, at) = settle(world, &ended)?;

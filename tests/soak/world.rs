@@ -96,6 +96,14 @@ impl World {
         Ok(fs::rename(new, path)?)
     }
 
+    /// Lets stages whose workers were made to die again and again be started again.
+    pub(crate) fn clear_quarantine(&self) -> anyhow::Result<()> {
+        let mut command = self.sandbox.sdctl(["quarantine", "clear", "--endpoint", &self.daemon.endpoint]);
+        let output = command.output()?;
+        ensure!(output.status.success(), "clearing the quarantine: {}", sd_tests::sandbox::text(&output));
+        Ok(())
+    }
+
     /// Living workers, of one stage or of all.
     pub(crate) fn workers(&self, stage: Option<&str>) -> Vec<Process> {
         let mut workers = self.sandbox.processes();

@@ -57,3 +57,50 @@ fn read(slot: &SegmentHandle, most: u32) -> Result<Option<(u64, Checkpoint)>, St
     }
     Ok(Some((header.sequence, Checkpoint { step, payload })))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arena::ArenaLimits;
+    use crate::jobs::fixtures;
+    use sd_proto::worker::v1::ElementType;
+
+    /// Two slots; what is written into the second has the higher number.
+    fn left(first: Option<Vec<u8>>, second: Option<Vec<u8>>) -> (Option<u32>, usize) {
+        static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let arena = Arena::new(&format!("slots{}x{number}", std::process::id()), ArenaLimits { bytes: 1 << 20 });
+        let slots = [first, second].map(|payload| {
+            let slot = arena.create(ElementType::U8, 4096, 0, "checkpoint").unwrap();
+            if let Some(payload) = payload {
+                slot.write(&[payload.len() as u64], &payload).unwrap();
+            }
+            slot
+        });
+        let (found, dropped) = newest(&slots, &fixtures::admitted());
+        (found.map(|checkpoint| checkpoint.step), dropped.len())
+    }
+
+    fn whole(step: u32) -> Option<Vec<u8>> {
+        Some([&checkpoint::head(step, &[7; 300])[..], &[7; 300]].concat())
+    }
+
+    #[test]
+    fn the_newest_whole_checkpoint_counts() {
+        assert_eq!(left(whole(3), whole(4)), (Some(4), 0));
+        assert_eq!(left(whole(5), whole(4)), (Some(4), 0), "by its number, whatever its step says");
+        assert_eq!(left(whole(3), None), (Some(3), 0), "one that was being written is no lie");
+        assert_eq!(left(None, None), (None, 0), "it died before its first step");
+    }
+
+    #[test]
+    fn torn_and_lying_slots_are_dropped_with_a_word() {
+        let torn = whole(4).map(|mut payload| {
+            payload[100] ^= 1;
+            payload
+        });
+        assert_eq!(left(whole(3), torn.clone()), (Some(3), 1));
+        assert_eq!(left(torn, Some(vec![0xA5; 64])), (None, 2));
+        assert_eq!(left(whole(1000), whole(2)), (Some(2), 1), "a step that the run does not have");
+    }
+}
