@@ -167,3 +167,34 @@ fn idle_workers_go_after_their_time_down_to_no_byte_and_no_process() {
     assert!(status.success(), "{status}");
     assert!(Path::new(&sandbox.out().join("x.png")).exists());
 }
+
+/// Encoder and diffusion model do not fit side by side here, nothing is streamed, and no mode moves anything ahead of need: so the one
+/// must give way to the other within one job.
+#[test]
+fn a_job_is_explained_by_what_was_taken_back_for_it_and_its_events_say_the_same() {
+    let host = Host::start(&Options::default().set("devices.cpu.budget=80MiB"));
+    let output =
+        host.run(&["generate", "a red heart", "--steps", "1", "--seed", "3", "-W", "64", "-H", "64", "--json"]);
+    assert!(output.status.success(), "{}", text(&output));
+    let events: Vec<Value> =
+        String::from_utf8_lossy(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let job = events[0]["job_id"].as_str().unwrap();
+    let explained = host.json(&["why"]);
+    assert_eq!(explained["job"]["id"], job, "the newest job is explained where none is named");
+    let decisions = explained["decisions"].as_array().unwrap();
+    let taken: Vec<&Value> = decisions.iter().filter(|decision| decision["kind"] == "takes_back").collect();
+    assert!(!taken.is_empty(), "nothing was taken back: {decisions:#?}");
+    for decision in taken {
+        let rung = decision["rung"].as_str().unwrap();
+        assert!(["shrink", "park", "retire"].contains(&rung), "{decision}");
+        assert!(decision["bytes"].as_u64().unwrap() > 0 && decision["job_id"] == job, "{decision}");
+        assert!(decision["wanted_by"].as_str().unwrap().ends_with(" of default"), "{decision}");
+        let told =
+            |event: &&Value| event["event"] == "decision" && event["decision"]["sequence"] == decision["sequence"];
+        assert!(events.iter().any(|event| told(&event)), "no event of the job says {decision}");
+    }
+    assert!(decisions.iter().any(|decision| decision["kind"] == "granted"), "{decisions:#?}");
+    let story = host.ok(&["why", job]);
+    assert!(story.contains("Memory was taken back for it"), "{story}");
+    assert!(host.daemon.stop().success());
+}
