@@ -152,7 +152,9 @@ fn the_page_on_offloading_has_the_presets_numbers() {
     let of = |preset: &str, key: &str| -> String {
         let file = fs::read_to_string(repository().join(format!("configs/{preset}.toml"))).unwrap();
         let start = format!("{key} = ");
-        let value = file.lines().find_map(|line| line.strip_prefix(&start)).unwrap_or_else(|| panic!("no {key}"));
+        // Values stand there as comments, so that none becomes a user's own before it is changed.
+        let value = file.lines().find_map(|line| line.trim_start_matches("# ").strip_prefix(&start));
+        let value = value.unwrap_or_else(|| panic!("no {key}"));
         value.trim_matches('"').to_owned()
     };
     for key in ["dit_gpu_blocks", "te_gpu_layers", "offload", "vae_tile_batch", "vae_resident"] {
