@@ -133,6 +133,7 @@ async fn held(sandbox: &Sandbox, calls: &Calls, memory: MemoryRequest) -> (Held,
         .unwrap();
     assert_eq!(ran.end(), "succeeded");
     (held.text, held.diffusion) = (of_stage(sandbox, "text"), of_stage(sandbox, "diffusion"));
+    println!("{:?}: {held:?}", memory.mode());
     (held, ran)
 }
 
@@ -229,4 +230,50 @@ async fn what_does_not_fit_is_refused_with_the_largest_size_that_does_and_that_s
     assert!(largest.plan.unwrap().vae_tile > 0, "that large it fits in tiles only");
     assert_eq!(calls.fit(asked(128, 128)).await.unwrap().plan.unwrap().vae_tile, 0);
     assert!(daemon.stop().success());
+}
+
+#[tokio::test]
+async fn jobs_that_keep_their_stages_take_turns_and_others_wait_for_them() {
+    let sandbox = Sandbox::new();
+    let mut options = Options::default();
+    for name in ["one", "two"] {
+        options = options.model(name, sandbox.default_model_as(name));
+    }
+    let of = |model: &str, mode| ImageRequest { model: model.into(), ..request(in_mode(mode)) };
+    let roomy = Daemon::start(&sandbox, &options);
+    let calls = Calls::connect(&roomy).await;
+    let fit = calls.fit(of("one", OffloadMode::None)).await.unwrap();
+    assert!(roomy.stop().success());
+    let need = |stage: &sd_proto::v1::StageFit| stage.context_bytes + stage.weights_bytes + stage.working_set_bytes;
+    let all: u64 = fit.stages.iter().map(need).sum();
+    // All stages of one model fit, and one of the other beside them does not.
+    let daemon = Daemon::start(&sandbox, &options.set(format!("devices.cpu.budget={}", all + MIB)));
+    let calls = Calls::connect(&daemon).await;
+    for (first, second) in [
+        (OffloadMode::None, OffloadMode::None),
+        (OffloadMode::None, OffloadMode::Auto),
+        (OffloadMode::CondOnly, OffloadMode::None),
+    ] {
+        let (one, two) = tokio::join!(calls.run(of("one", first), |_| {}), calls.run(of("two", second), |_| {}));
+        for ran in [one.unwrap(), two.unwrap()] {
+            assert_eq!(ran.end(), "succeeded", "{first:?} beside {second:?}");
+        }
+    }
+    assert!(daemon.stop().success());
+}
+
+#[tokio::test]
+async fn what_is_reserved_or_beyond_the_bound_is_never_leased() {
+    let sandbox = Sandbox::new();
+    let budget = async |options: Options| {
+        let daemon = Daemon::start(&sandbox, &options.set("devices.cpu.budget=1GiB"));
+        let mut control = Calls::connect(&daemon).await.control;
+        let status = control.get_status(sd_proto::v1::GetStatusRequest {}).await.unwrap().into_inner();
+        assert!(daemon.stop().success());
+        status.devices.into_iter().find(|device| device.id == "cpu").unwrap().budget_bytes
+    };
+    assert_eq!(budget(Options::default()).await, 1 << 30);
+    assert_eq!(budget(Options::default().set("memory.max_vram=0.25")).await, 256 * MIB);
+    assert_eq!(budget(Options::default().set("memory.reserve_gb=0.5")).await, (1 << 30) - 500_000_000);
+    assert_eq!(budget(Options::default().set("memory.preset=24gb")).await, 1 << 30, "a preset's reserve is a share");
 }
