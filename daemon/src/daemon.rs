@@ -195,7 +195,7 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), DaemonError
     let identity =
         Identity { instance: claims.instance.id().into(), endpoint: endpoint.to_string(), started: SystemTime::now() };
     let store = store(&config, holder.private)?;
-    let parts = Parts::build(&config, device, gpus, arena, identity, link, &link_path, store.clone())?;
+    let parts = Parts::build(&config, device, gpus, arena, identity, (link, &link_path), store.clone())?;
     let Parts { workers, jobs, admission, generation, control, shutdown, ending } = parts;
     // What was accepted before comes before what is new: clients are answered when it is back in its place.
     let early = tokio::select! {
@@ -368,8 +368,7 @@ impl Parts {
         gpus: Vec<DeviceConfig>,
         arena: Arena,
         identity: Identity,
-        link: tokio::net::UnixListener,
-        link_path: &Path,
+        (link, link_path): (tokio::net::UnixListener, &Path),
         store: Option<Arc<dyn Store>>,
     ) -> Result<Self, DaemonError> {
         let workers = Workers::launch(config.worker_binary.clone(), config.workers.clone(), link, link_path)

@@ -109,7 +109,7 @@ impl Layers {
         };
         let preset = memory.preset.unwrap_or(Preset::Gb24);
         if let Some(Value::Table(below)) = self.table.get_mut("memory") {
-            below.retain(|key, _| !PRESET_KEYS.iter().any(|filled| *filled == key));
+            below.retain(|key, _| !PRESET_KEYS.contains(&key));
         }
         for key in PRESET_KEYS {
             self.origins.remove(&format!("memory.{key}"));

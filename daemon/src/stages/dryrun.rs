@@ -80,14 +80,13 @@ impl Question {
     }
 }
 
+/// Bytes of working set by the stage's name, to be waited for; the error is for people.
+pub type Found<'a> = Pin<Box<dyn Future<Output = Result<HashMap<String, u64>, String>> + Send + 'a>>;
+
 /// What answers: the worker program, or a fake in tests.
 pub trait DryRunner: Send + Sync + 'static {
     /// Bytes of working set by the stage's name ("encode", "vae encode", "denoise", "decode").
-    fn dry_run<'a>(
-        &'a self,
-        folder: &'a Path,
-        question: &'a Question,
-    ) -> Pin<Box<dyn Future<Output = Result<HashMap<String, u64>, String>> + Send + 'a>>;
+    fn dry_run<'a>(&'a self, folder: &'a Path, question: &'a Question) -> Found<'a>;
 }
 
 /// What the program prints.

@@ -14,7 +14,7 @@ use sd_proto::worker::v1::ElementType;
 
 use super::checkpoint::SLOTS;
 use super::dispatch::Needs;
-use super::dryrun::{DryRunner, Question};
+use super::dryrun::{DryRunner, Found, Question};
 use super::memory::{MemoryPlan, Resident, TILES};
 use super::plan::{Grouping, StagePlan, worker_stage};
 use super::sizes::{checkpoint_capacity, chunk_bound, tensor};
@@ -433,11 +433,7 @@ impl DeviceNeeds {
 
 /// Runs the worker program's dry run.
 impl DryRunner for crate::workers::Workers {
-    fn dry_run<'a>(
-        &'a self,
-        folder: &'a Path,
-        question: &'a Question,
-    ) -> Pin<Box<dyn Future<Output = Result<HashMap<String, u64>, String>> + Send + 'a>> {
+    fn dry_run<'a>(&'a self, folder: &'a Path, question: &'a Question) -> Found<'a> {
         Box::pin(async move {
             let report = self.estimate(folder, &question.arguments()).await.map_err(|error| error.to_string())?;
             super::dryrun::answer(&report)
@@ -587,11 +583,7 @@ mod tests {
     struct Fixed(std::sync::atomic::AtomicUsize);
 
     impl DryRunner for Fixed {
-        fn dry_run<'a>(
-            &'a self,
-            _: &'a Path,
-            question: &'a Question,
-        ) -> Pin<Box<dyn Future<Output = Result<HashMap<String, u64>, String>> + Send + 'a>> {
+        fn dry_run<'a>(&'a self, _: &'a Path, question: &'a Question) -> Found<'a> {
             self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             let found = question.stages.iter().map(|stage| (stage_name(*stage).to_owned(), 3 * MIB)).collect();
             Box::pin(std::future::ready(Ok(found)))

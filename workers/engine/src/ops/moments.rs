@@ -87,7 +87,7 @@ impl ChannelMoments {
     /// If nothing was added or shapes do not fit.
     pub fn scale(&self, groups: usize, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<GroupScale> {
         let c = self.origin.len();
-        if c == 0 || groups == 0 || c % groups != 0 || weight.dims() != [c] || bias.dims() != [c] {
+        if c == 0 || groups == 0 || !c.is_multiple_of(groups) || weight.dims() != [c] || bias.dims() != [c] {
             bail!("moments: {groups} groups, weight {:?} do not fit {c} channels", weight.shape());
         }
         let (weight, bias) = (to_vec(weight)?, to_vec(bias)?);
