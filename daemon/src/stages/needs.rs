@@ -297,7 +297,8 @@ fn formula(request: &Admitted, stage: Stage, task: &TaskReport) -> Formula {
     match stage {
         Stage::Unspecified | Stage::Encode | Stage::Denoise => whole,
         Stage::VaeEncode | Stage::Decode => match &working_set.tiled {
-            Some(tiled) if vae.tile > 0 => {
+            // A picture no larger than a tile is not cut.
+            Some(tiled) if vae.tile > 0 && request.width.max(request.height) > vae.tile => {
                 let bytes = tiled.bytes((vae.tile, vae.overlap, vae.batch), request.width, request.height);
                 Formula { fixed_bytes: working_set.fixed_bytes.saturating_add(bytes), ..Formula::default() }
             }

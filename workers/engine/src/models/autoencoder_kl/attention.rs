@@ -2,8 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::pieces::Norms;
-use crate::ops::{Activation, AttentionMask, ComputeType, attention, linear, linear_add, round};
+use crate::ops::{Activation, AttentionMask, ComputeType, attention, group_norm, linear, linear_add, round};
 use crate::residency::{Bindings, Declarations, Flow, LinearId, NormId};
 
 /// `x + out(attention(norm(x)))` with one head over all pixels.
@@ -33,7 +32,8 @@ impl SpatialAttention {
     /// `x` `[N, H, W, C]`, a whole map: every pixel sees every other one.
     pub(super) fn forward(&self, p: &Bindings, x: &Tensor, compute: ComputeType) -> Result<Tensor> {
         let (n, h, w, c) = x.dims4()?;
-        let normed = Norms::whole(x, p.norm(self.norm), self.groups, self.eps, Activation::None)?;
+        let (weight, bias) = p.norm(self.norm);
+        let normed = group_norm(x, self.groups, weight, bias, self.eps, Activation::None)?;
         round(&normed, compute)?;
         let qkv = linear(&normed, p.linear(self.qkv), Activation::None)?.reshape((n, h * w, 3, 1, c))?;
         drop(normed);

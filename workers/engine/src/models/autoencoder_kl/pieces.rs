@@ -20,16 +20,16 @@ pub(super) enum Norms<'a> {
 }
 
 impl Norms<'_> {
-    /// `act(norm(x))`; nothing where the statistics are not known yet.
+    /// `silu(norm(x))`; nothing where the statistics are not known yet.
     fn apply(
         &mut self,
         x: &Tensor,
-        parameters: (&Tensor, &Tensor),
+        (weight, bias): (&Tensor, &Tensor),
         groups: usize,
         compute: ComputeType,
     ) -> Result<Option<Tensor>> {
         let normed = match self {
-            Norms::Own => Self::whole(x, parameters, groups, EPS, Activation::Silu)?,
+            Norms::Own => group_norm(x, groups, weight, bias, EPS, Activation::Silu)?,
             Norms::Gathered(known) => match known.next() {
                 Some(scale) => scale.apply(x, Activation::Silu)?,
                 None => return Ok(None),
@@ -37,17 +37,6 @@ impl Norms<'_> {
         };
         round(&normed, compute)?;
         Ok(Some(normed))
-    }
-
-    /// The normalisation of a whole map.
-    pub(super) fn whole(
-        x: &Tensor,
-        (weight, bias): (&Tensor, &Tensor),
-        groups: usize,
-        eps: f64,
-        act: Activation,
-    ) -> Result<Tensor> {
-        group_norm(x, groups, weight, bias, eps, act)
     }
 }
 

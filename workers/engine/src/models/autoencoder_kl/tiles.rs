@@ -5,7 +5,7 @@ use std::ops::Range;
 /// How a picture is encoded or decoded.
 ///
 /// A tile gives the pixels of its *core*; cores lie side by side, `tile − overlap` pixels apart. What a layer computes of a core
-/// depends on at most [`MARGIN`] lines around it of the layer's input, and these every tile reads, whatever the overlap: so a
+/// depends on at most two lines around it of the layer's input, and these every tile reads, whatever the overlap: so a
 /// tile's core equals the same pixels of a neighbour that is cut otherwise, to the byte, and there is nothing to blend. Only the
 /// statistics of group norms, summed up over all cores, differ from those of a whole picture, in the last bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
