@@ -90,6 +90,12 @@ fn deadlines_are_kept(ledger: &Ledger, now: Moment) -> Result<(), Violation> {
         if late {
             return broken("R3", format!("{incarnation} lives past its time: {:?} at {now:?}", holder.life));
         }
+        if matches!(holder.life, Life::Alive { .. }) && holder.overdraft_until.is_some_and(|until| now >= until) {
+            return broken(
+                "R3",
+                format!("{incarnation} was to come back to its leases by {:?}", holder.overdraft_until),
+            );
+        }
     }
     for lease in ledger.leases.values() {
         if let LeaseState::Revoked { deadline, .. } = lease.state
@@ -159,7 +165,19 @@ fn nothing_outlives_its_job(ledger: &Ledger) -> Result<(), Violation> {
 pub fn check_step(before: &Ledger, event: &Event, after: &Ledger, effects: &[Effect]) -> Result<(), Violation> {
     let proofs = proofs_have_grounds(before, event, effects)?;
     bytes_are_conserved(before, after, &proofs)?;
+    nothing_is_granted_on_a_held_device(before, after, effects)?;
     bounds_hold(before, after, effects)
+}
+
+/// R1 of a device that is given to other programs: its capacity is none, for whatever is asked.
+fn nothing_is_granted_on_a_held_device(before: &Ledger, after: &Ledger, effects: &[Effect]) -> Result<(), Violation> {
+    let granted = effects.iter().find(|effect| matches!(effect, Effect::Granted { .. }));
+    match granted {
+        Some(granted) if before.held.is_some() && after.held.is_some() => {
+            broken("R1", format!("{granted:?} while the device is given to other programs"))
+        }
+        Some(_) | None => Ok(()),
+    }
 }
 
 /// R2, first half: what counts as proof. Returns the bytes proven of each lease.
