@@ -22,7 +22,7 @@ async fn what_explains_is_text_for_people_and_json_for_programs() {
         ),
         (
             &["fit", "tiny"],
-            &["It fits in mode none", "1.00 GiB", "12"],
+            &["It fits in mode none", "1.00 GiB", "7.00 MiB to 11.0 MiB"],
             "/stages/0/weights_floor_bytes",
             (2 << 20).into(),
         ),
