@@ -55,7 +55,8 @@ async fn measure(sandbox: &Arc<Sandbox>, options: &Options, requests: &[ImageReq
     let daemon = Daemon::start(sandbox, options);
     let calls = Calls::connect(&daemon).await;
     let readings = Readings::start(Arc::clone(sandbox));
-    let queue = Arc::new(tokio::sync::Mutex::new(requests.to_vec().into_iter()));
+    let queued: Vec<ImageRequest> = requests.into();
+    let queue = Arc::new(tokio::sync::Mutex::new(queued.into_iter()));
     let started = Instant::now();
     let mut clients = tokio::task::JoinSet::new();
     for _ in 0..CLIENTS {

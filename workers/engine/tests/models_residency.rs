@@ -136,7 +136,7 @@ fn limits_that_fall_and_rise_at_any_segment_change_no_byte() -> Result<()> {
         let mut at = 0;
         for _ in 0..2 {
             let mut observer = |event: &SegmentEvent<'_>| {
-                if event.index % every == 0 {
+                if event.index.is_multiple_of(every) {
                     let limit = limits[at % limits.len()];
                     at += 1;
                     residency.set_limit(limit);

@@ -419,7 +419,6 @@ fn perform(
         streamed_segments: moved.streamed as u64,
         degraded: finished.degraded,
         resumed_at: finished.resumed_at,
-        ..TaskDone::default()
     })
 }
 

@@ -161,7 +161,7 @@ fn failure(events: &[JobEvent]) -> (FailureReason, String) {
 async fn a_kept_job_is_recorded_when_it_is_accepted_and_until_it_ends() {
     let life = Life::begin(Arc::default(), FakeRunner::seconds(1)).await;
     let (kept, watcher) = life.keep(7).await;
-    assert_eq!(life.store.ids(), [kept.clone()]);
+    assert_eq!(life.store.ids(), std::slice::from_ref(&kept));
     let record = life.store.load().unwrap().jobs.remove(0);
     assert_eq!((record.tenant, record.request.seed, record.plan), (tenant(1), Some(7), fixtures::numeric_plan()));
     let (_, attended) = life.jobs.submit(tenant(1), small(1), Grouping::ByImage).await.unwrap();
