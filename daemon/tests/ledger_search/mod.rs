@@ -329,8 +329,8 @@ impl State {
             for at in 0..PLACES {
                 turn.behave(at, round >= 20)?;
             }
-            for device in 0..2 {
-                turn.act(Action::Capacity { device, bytes: SIZES[device] })?;
+            for (device, bytes) in SIZES.into_iter().enumerate() {
+                turn.act(Action::Capacity { device, bytes })?;
             }
             turn.act(Action::Pass)?;
         }
@@ -499,16 +499,16 @@ impl Turn {
             }
             Action::Pass => {
                 self.now += UNIT;
-                for at in 0..PLACES {
+                for (at, device) in DEVICE.into_iter().enumerate() {
                     let process = self.state.places[at].process.as_ref();
                     if process.is_some_and(|process| process.attached && !process.hung && !process.dead) {
                         let bytes = process.map_or(0, |process| process.held.iter().sum());
-                        self.event(DEVICE[at], Event::Pulse { incarnation: self.life(at), bytes })?;
+                        self.event(device, Event::Pulse { incarnation: self.life(at), bytes })?;
                     }
                 }
-                for device in 0..2 {
-                    if self.state.capacity[device] == SIZES[device] && self.mutant != Mutant::GrantsBelowCapacity {
-                        self.event(device, Event::Capacity { bytes: SIZES[device] })?;
+                for (device, bytes) in SIZES.into_iter().enumerate() {
+                    if self.state.capacity[device] == bytes && self.mutant != Mutant::GrantsBelowCapacity {
+                        self.event(device, Event::Capacity { bytes })?;
                     }
                     self.event(device, Event::Tick)?;
                 }
@@ -707,8 +707,8 @@ impl Turn {
         let (device, incarnation) = (DEVICE[at], self.life(at));
         let leases = self.state.ledgers[device].snapshot("", 0, self.now).leases;
         let Some(process) = self.process(at) else { return };
-        for of in 0..3 {
-            let lease = leases.iter().find(|l| l.incarnation == incarnation && l.purpose == PURPOSES[of]);
+        for (of, purpose) in PURPOSES.into_iter().enumerate() {
+            let lease = leases.iter().find(|l| l.incarnation == incarnation && l.purpose == purpose);
             let said = lease.is_none_or(|lease| lease.state == v1::LeaseState::Unproven);
             if said {
                 process.held[of] = 0;
