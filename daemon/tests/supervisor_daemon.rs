@@ -300,3 +300,28 @@ async fn an_idle_daemon_is_small() {
     println!("an idle daemon has {kib} KiB of anonymous memory");
     assert!(kib < 20 << 10, "{kib} KiB");
 }
+
+#[test]
+fn accepted_jobs_have_a_folder_that_this_user_alone_enters_unless_the_daemon_is_private() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let host = Host::new();
+    let (private, owner) = host.start_private(&["--runtime-dir", host.path("p").to_str().unwrap()]);
+    drop(owner);
+    assert!(private.end_within(Duration::from_secs(20)).0.success());
+    let folder = host.path(".local/state/sdd");
+    assert!(!folder.exists(), "a private daemon records nothing");
+    let socket = format!("unix:{}", host.path("s").display());
+    let runtime = host.path("r");
+    let flags = ["--runtime-dir", runtime.to_str().unwrap(), "--listen", &socket];
+    drop(host.start(&[&flags[..], &["--set", "durable=false"]].concat()));
+    assert!(!folder.exists());
+    drop(host.start(&flags));
+    assert_eq!(std::fs::metadata(&folder).unwrap().permissions().mode() & 0o777, 0o700);
+
+    // Where the folder was named, a daemon that cannot use it says so instead of losing jobs later.
+    std::fs::write(host.path("file"), "").unwrap();
+    let state = format!("state_dir={}", host.path("file").join("state").display());
+    let output = host.command(&[&flags[..], &["--set", &state]].concat()).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("set state_dir to a folder"), "{output:?}");
+}
