@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use sd_proto::v1::job_event::Event;
-use sd_proto::v1::{FailureReason, ImageRequest, JobEvent, ListRequest, SubmitRequest, WatchRequest};
+use sd_proto::v1::{
+    FailureReason, ImageRequest, JobEvent, ListRequest, Stage, StageTiming, SubmitRequest, WatchRequest,
+};
 use sd_tests::calls::{Calls, Ran};
 use sd_tests::daemon::Options;
 use sd_tests::random::Random;
@@ -71,6 +73,13 @@ fn notes(ran: &Ran) -> String {
         Some(_) | None => None,
     };
     ran.events.iter().filter_map(note).collect::<Vec<_>>().join("; ")
+}
+
+fn timing(event: &JobEvent) -> Option<StageTiming> {
+    match &event.event {
+        Some(Event::StageFinished(finished)) => finished.timing,
+        Some(_) | None => None,
+    }
 }
 
 #[tokio::test]
@@ -183,6 +192,12 @@ async fn a_daemon_that_is_told_to_end_keeps_its_queue_for_the_next() {
     let picture = std::fs::read(sandbox.out().join("it.png")).unwrap();
     assert_eq!(pixels(&picture), pixels(&expected), "another picture than the undisturbed one");
     let calls = Calls::connect(&daemon).await;
+    let ran = watch(&calls, &running, |_| {}).await.unwrap();
+    assert!(notes(&ran).contains("denoising goes on after step"), "{}", notes(&ran));
+    let stages: Vec<StageTiming> = ran.events.iter().filter_map(timing).collect();
+    assert!(stages.iter().all(|timing| timing.stage() != Stage::Encode), "the prompt was encoded again: {stages:?}");
+    let resumed = stages.iter().find(|timing| timing.stage() == Stage::Denoise).expect("it was denoised").resumed_at;
+    assert!((8..40).contains(&resumed), "it went on at step {resumed}");
     let ran = watch(&calls, &waiting, |_| {}).await.unwrap();
     assert_eq!(ran.end(), "succeeded");
     assert!(daemon.stop().success());

@@ -15,14 +15,17 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument as _;
 
+use super::durable::progress::remaining;
+use super::durable::{self, Handover, Rescue, SavedTensor};
 use super::request::Admitted;
 use super::state::{DriverEnd, Entry};
 use super::store::duration;
 use crate::ids::{JobId, Tenant};
 use crate::picture;
+use crate::stages::checkpoint::Checkpoint;
 use crate::stages::plan::{Slot, StagePlan, StageRun};
 use crate::stages::resume::Survival;
-use crate::stages::runner::{StageNews, StageOrder, StageReport, StageRunner, Stopped};
+use crate::stages::runner::{Output, StageNews, StageOrder, StageReport, StageRunner, Stopped};
 
 /// Least time between two events about bytes loaded. Steps are told one by one.
 const LOADING_INTERVAL: Duration = Duration::from_millis(100);
@@ -54,6 +57,10 @@ pub struct Assignment {
     pub plan: Arc<StagePlan>,
     /// Fires when the job is to stop.
     pub stop: CancellationToken,
+    /// What an earlier daemon did of it; and where it is put what this one did, if it is to stop.
+    pub handover: Handover,
+    /// Whether what is done is worth keeping: the job is recorded.
+    pub is_recorded: bool,
     /// How long a stage may take to stop before it is left to itself.
     pub stop_bound: Duration,
     /// Where to report.
@@ -76,25 +83,42 @@ pub async fn drive<R: StageRunner>(runner: Arc<R>, job: Assignment) -> DriverEnd
 }
 
 async fn drive_stages<R: StageRunner>(runner: Arc<R>, job: Assignment) -> DriverEnd {
-    let mut held: BTreeMap<Slot, R::Output> = BTreeMap::new();
+    let mut done = job.handover.take().unwrap_or_default();
+    let mut held = restore(&runner, &job, std::mem::take(&mut done.tensors)).await;
+    let remaining = remaining(&job.plan, &done.painted(), &held.keys().copied().collect());
+    for picture in std::mem::take(&mut done.pictures) {
+        job.tell(Entry::Image(picture)).await;
+    }
     let of = job.plan.runs().len() as u32;
     let mut told = 0;
-    let mut course = Course { request: job.request.clone(), survival: Survival::default() };
+    let mut course =
+        Course { request: job.request.clone(), survival: Survival::default(), resume: None, rescue: Rescue::default() };
     for (index, run) in job.plan.runs().iter().enumerate() {
+        if !remaining[index] {
+            continue;
+        }
         if job.stop.is_cancelled() {
+            leave(&job, &course, held, done.checkpoint).await;
             return DriverEnd::Stopped;
         }
+        let is_next = |(image, _): &mut (u32, Checkpoint)| run.stage == Stage::Denoise && *image == run.image;
+        course.resume = done.checkpoint.take_if(is_next).map(|(_, checkpoint)| checkpoint);
+        course.rescue = Rescue::default();
         let began = Instant::now();
         let report = match run_stage(&*runner, &job, run, (index as u32 + 1, of), &course, &held, &mut told).await {
             Ok(report) => report,
-            Err(Stopped::Asked) => return DriverEnd::Stopped,
+            Err(Stopped::Asked) => {
+                let checkpoint = course.rescue.take().map(|checkpoint| (run.image, checkpoint)).or(done.checkpoint);
+                leave(&job, &course, held, checkpoint).await;
+                return DriverEnd::Stopped;
+            }
             Err(Stopped::Failed(failure)) => return DriverEnd::Failed(failure),
         };
         let (stage, image_index) = (run.stage as i32, run.image);
         let timing = StageTiming { stage, image_index, total: Some(duration(began.elapsed())), ..report.timing };
         job.tell(Entry::StageFinished(StageFinished { stage, image_index, timing: Some(timing) })).await;
 
-        course = Course { request: report.request, survival: report.survival };
+        (course.request, course.survival) = (report.request, report.survival);
         held.extend(report.outputs);
         if run.stage == Stage::Decode {
             match paint(&course, run, &mut held).await {
@@ -107,11 +131,47 @@ async fn drive_stages<R: StageRunner>(runner: Arc<R>, job: Assignment) -> Driver
     DriverEnd::Completed { degraded: course.survival.why_degraded() }
 }
 
+/// Brings back what stages of an earlier daemon wrote.
+async fn restore<R: StageRunner>(
+    runner: &Arc<R>,
+    job: &Assignment,
+    saved: Vec<(Slot, SavedTensor)>,
+) -> BTreeMap<Slot, R::Output> {
+    if saved.is_empty() {
+        return BTreeMap::new();
+    }
+    let (runner, id, request) = (runner.clone(), job.job.clone(), job.request.clone());
+    let restore = move |(slot, saved): (Slot, SavedTensor)| Some((slot, runner.restore(&id, &request, slot, saved)?));
+    let restored = tokio::task::spawn_blocking(move || saved.into_iter().filter_map(restore).collect());
+    restored.await.unwrap_or_default()
+}
+
+/// Puts down what is done of a job that is to stop, for the next daemon. Not where memory ran out and the job went on under
+/// another plan: the next one begins as was promised at admission.
+async fn leave<O: Output>(
+    job: &Assignment,
+    course: &Course,
+    held: BTreeMap<Slot, O>,
+    checkpoint: Option<(u32, Checkpoint)>,
+) {
+    if !job.is_recorded || course.request.plan != job.request.plan || !course.survival.why_degraded().is_empty() {
+        return;
+    }
+    let save = |(slot, output): (Slot, O)| Some((slot, output.save()?));
+    let saved = tokio::task::spawn_blocking(move || held.into_iter().filter_map(save).collect());
+    let tensors = saved.await.unwrap_or_default();
+    job.handover.leave(durable::Progress { tensors, checkpoint, pictures: Vec::new() });
+}
+
 /// How a job goes on after what it has survived.
 struct Course {
     /// The request as it is run now.
     request: Arc<Admitted>,
     survival: Survival,
+    /// The checkpoint that the next run goes on from.
+    resume: Option<Checkpoint>,
+    /// Where it puts its newest one if it is to stop.
+    rescue: Rescue,
 }
 
 async fn run_stage<R: StageRunner>(
@@ -129,6 +189,8 @@ async fn run_stage<R: StageRunner>(
         tenant: job.tenant.clone(),
         request: course.request.clone(),
         survival: course.survival.clone(),
+        resume: course.resume.clone(),
+        rescue: course.rescue.clone(),
         run: run.clone(),
         inputs: run.inputs.iter().filter_map(|slot| Some((*slot, held.get(slot)?.clone()))).collect(),
         stop: job.stop.clone(),

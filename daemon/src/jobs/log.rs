@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-use sd_proto::v1::{Decision, JobEvent, job_event};
+use sd_proto::v1::{Decision, ImageReady, JobEvent, job_event};
 use tokio::sync::watch;
 
 /// What an event costs beside its picture and texts, roughly.
@@ -74,6 +74,15 @@ impl EventLog {
             Some(_) | None => None,
         };
         self.lock().events.iter().filter_map(decision).collect()
+    }
+
+    /// The pictures among the events so far, in their order.
+    pub fn pictures(&self) -> Vec<ImageReady> {
+        let picture = |event: &Arc<JobEvent>| match &event.event {
+            Some(job_event::Event::Image(image)) => Some(image.clone()),
+            Some(_) | None => None,
+        };
+        self.lock().events.iter().filter_map(picture).collect()
     }
 
     /// The number of events.
@@ -210,7 +219,7 @@ impl Retention {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sd_proto::v1::{Cancelled, ImageReady, Note};
+    use sd_proto::v1::{Cancelled, Note};
 
     fn note(text: &str) -> job_event::Event {
         job_event::Event::Note(Note { text: text.into() })

@@ -592,6 +592,8 @@ impl<R: StageRunner> Owner<R> {
                     request: living.request.clone(),
                     plan: living.plan.clone(),
                     stop: living.stop.clone(),
+                    handover: living.handover.clone(),
+                    is_recorded: record.recorded.is_some(),
                     stop_bound: self.limits.stop,
                     entries: self.entries.clone(),
                 };

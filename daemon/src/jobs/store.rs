@@ -8,7 +8,7 @@ use sd_proto::v1::{self, ImageRequest, JobTimings, NumericPlan, StageTiming};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::durable::DurableJob;
+use super::durable::{DurableJob, Handover, Progress};
 use super::log::{EventLog, Retention};
 use super::request::Admitted;
 use super::state::{Ending, State};
@@ -28,6 +28,8 @@ pub struct Living {
     pub plan: Arc<StagePlan>,
     /// Tells its driver to stop.
     pub stop: CancellationToken,
+    /// What is done of it, between two daemons.
+    pub handover: Handover,
 }
 
 /// One job.
@@ -66,7 +68,12 @@ impl Record {
             state: State::Queued,
             shown: request.to_proto(),
             numeric_plan: request.plan.clone(),
-            living: Some(Living { request: Arc::new(request), plan: Arc::new(plan), stop: CancellationToken::new() }),
+            living: Some(Living {
+                request: Arc::new(request),
+                plan: Arc::new(plan),
+                stop: CancellationToken::new(),
+                handover: Handover::default(),
+            }),
             recorded: None,
             submitted: (SystemTime::now(), Instant::now()),
             started: None,
@@ -97,14 +104,24 @@ impl Record {
 
     /// The job that a record on disk has become, with the time at which it was first submitted.
     #[must_use]
-    pub fn taken_up(self, job: &DurableJob) -> Self {
-        Self { recorded: Some(job.order), submitted: (job.submitted, self.submitted.1), ..self }
+    pub fn taken_up(mut self, job: &DurableJob) -> Self {
+        self.recorded = Some(job.order);
+        self.submitted.0 = job.submitted;
+        if let Some(living) = &mut self.living {
+            living.handover = Handover::new(job.progress.clone());
+        }
+        self
     }
 
-    /// The job as it is recorded on disk; `None` for one that is not, or has ended.
+    /// The job as it is recorded on disk, with what is done of it; `None` for one that is not recorded, or has ended.
     pub fn durable(&self) -> Option<DurableJob> {
         let (order, living) = (self.recorded?, self.living.as_ref()?);
-        Some(DurableJob::of(self.id.clone(), self.tenant.clone(), order, self.submitted.0, &living.request))
+        let job = DurableJob::of(self.id.clone(), self.tenant.clone(), order, self.submitted.0, &living.request);
+        let progress = match living.handover.take() {
+            Some(left) => Progress { pictures: self.log.pictures(), ..left },
+            None => Progress::default(),
+        };
+        Some(DurableJob { progress, ..job })
     }
 
     /// The request as it is shown, without image files.

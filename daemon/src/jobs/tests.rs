@@ -9,9 +9,11 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use sd_proto::v1::{Failure, FailureReason, JobEvent, JobState, ProgressPhase, Stage, job_event};
+use sd_proto::worker::v1::ElementType;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep};
 
+use super::durable::SavedTensor;
 use super::fixtures;
 use super::*;
 use crate::ids::{JobId, Tenant};
@@ -38,6 +40,11 @@ impl Output for FakeOutput {
     fn pixels(&self) -> Result<Pixels, Failure> {
         let (width, height) = self.size;
         Ok(Pixels { width, height, rgb: vec![9; (3 * width * height) as usize] })
+    }
+
+    fn save(&self) -> Option<SavedTensor> {
+        let shape = vec![u64::from(self.size.0), u64::from(self.size.1)];
+        Some(SavedTensor { element_type: ElementType::U8, shape, bytes: Vec::new() })
     }
 }
 
@@ -73,6 +80,15 @@ impl FakeRunner {
 
 impl StageRunner for FakeRunner {
     type Output = FakeOutput;
+
+    fn restore(&self, _: &JobId, request: &Admitted, _: Slot, saved: SavedTensor) -> Option<FakeOutput> {
+        let size = (request.width, request.height);
+        if saved.shape != [u64::from(size.0), u64::from(size.1)] {
+            return None;
+        }
+        self.outputs.fetch_add(1, Ordering::SeqCst);
+        Some(FakeOutput { size, _alive: Arc::new(Alive(self.outputs.clone())) })
+    }
 
     async fn run(&self, order: StageOrder<FakeOutput>) -> Result<StageReport<FakeOutput>, Stopped> {
         let (stage, image) = (order.run.stage, order.run.image);

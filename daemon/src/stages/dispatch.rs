@@ -25,10 +25,11 @@ use super::plan::{Role, Slot, worker_stage};
 use super::quarantine::{Quarantine, Suspect};
 use super::resume::Next;
 use super::runner::{Coming, StageNews, StageOrder, StageReport, StageRunner, Stopped};
-use super::segments::{Segments, Tensor};
+use super::segments::{self, Segments, Tensor};
 use super::task::work;
 use crate::arena::Arena;
 use crate::ids::{DeviceId, JobId};
+use crate::jobs::durable::SavedTensor;
 use crate::jobs::request::Admitted;
 use crate::jobs::store::duration;
 use crate::journal::Journal;
@@ -506,7 +507,8 @@ impl Dispatcher {
                 true
             }
         };
-        if reaped && !asked {
+        // One that has stopped as it was asked to writes no more either.
+        if reaped || (asked && matches!(error, RunError::Failed { .. })) {
             let (checkpoint, dropped) = newest(&segments.checkpoints, &order.request);
             for note in dropped {
                 let _ = order.news.send(StageNews::Note(note)).await;
@@ -599,6 +601,10 @@ async fn report(
 impl StageRunner for Dispatcher {
     type Output = Tensor;
 
+    fn restore(&self, job: &JobId, request: &Admitted, slot: Slot, saved: SavedTensor) -> Option<Tensor> {
+        segments::restore(&self.arena, job, request, slot, &saved)
+    }
+
     async fn run(&self, mut order: StageOrder<Tensor>) -> Result<StageReport<Tensor>, Stopped> {
         let stage = order.run.stage;
         let Some(kind) = worker_stage(stage) else {
@@ -609,7 +615,7 @@ impl StageRunner for Dispatcher {
             return Ok(report);
         }
         self.make_way(&order, &Key::of(&order.request, kind)).await;
-        let (mut retries, mut waited, mut resume) = (0, Duration::ZERO, None::<Checkpoint>);
+        let (mut retries, mut waited, mut resume) = (0, Duration::ZERO, order.resume.take());
         loop {
             let key = Key::of(&order.request, kind);
             self.retire_outdated(&key);
@@ -630,7 +636,10 @@ impl StageRunner for Dispatcher {
             let Attempt { lost, incarnation, checkpoint, spoiled } = attempt;
             let lost = self.judge(&order, &key, incarnation, lost);
             match order.survival.lost(lost, &order.request) {
-                Next::Stop => return Err(Stopped::Asked),
+                Next::Stop => {
+                    order.rescue.leave(checkpoint.or(resume));
+                    return Err(Stopped::Asked);
+                }
                 Next::Fail(failure) => return Err(failed(failure)),
                 Next::Again { request, trusted, text } => {
                     retries += 1;

@@ -22,6 +22,7 @@ use super::plan::{Grouping, StagePlan, worker_stage};
 use super::resume::Survival;
 use super::runner::{StageOrder, Stopped};
 use crate::ids::{DeviceId, JobId, Tenant};
+use crate::jobs::durable::Rescue;
 use crate::jobs::request::Admitted;
 use crate::residency::{Afterwards, Released};
 use crate::workers::RunError;
@@ -196,9 +197,19 @@ impl Dispatcher {
         self.retire_outdated(&key);
         let (news, _unread) = mpsc::channel(1);
         let (run, inputs) = (run.clone(), BTreeMap::new());
-        let survival = Survival::default();
-        let order =
-            StageOrder { job, tenant, request: request.clone(), survival, run, inputs, stop: stop.clone(), news };
+        let (survival, rescue) = (Survival::default(), Rescue::default());
+        let order = StageOrder {
+            job,
+            tenant,
+            request: request.clone(),
+            survival,
+            run,
+            inputs,
+            resume: None,
+            rescue,
+            stop: stop.clone(),
+            news,
+        };
         let asked = || failure(FailureReason::Shutdown, stage, "the load was given up");
         let stopped = |stopped| match stopped {
             Stopped::Asked => asked(),

@@ -23,6 +23,14 @@ pub enum Role {
 }
 
 impl Role {
+    /// The role of a name.
+    pub fn of_name(name: &str) -> Option<Self> {
+        use Role::{Conditioning, ImageLatents, LatentMask, Latents, MaskedImageLatents, Pixels};
+        [Conditioning, ImageLatents, MaskedImageLatents, LatentMask, Latents, Pixels]
+            .into_iter()
+            .find(|role| role.name() == name)
+    }
+
     /// The name on the link.
     pub fn name(self) -> &'static str {
         match self {

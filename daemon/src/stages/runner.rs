@@ -9,9 +9,11 @@ use sd_proto::v1::{Failure, ProgressPhase, Stage, StageTiming};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use super::checkpoint::Checkpoint;
 use super::plan::{Slot, StageRun};
 use super::resume::Survival;
 use crate::ids::{JobId, Tenant};
+use crate::jobs::durable::{Rescue, SavedTensor};
 use crate::jobs::request::Admitted;
 use crate::jobs::store::duration;
 use crate::picture::Pixels;
@@ -23,6 +25,11 @@ pub trait Output: Clone + Send + Sync + 'static {
     /// # Errors
     /// It is no picture, or not what its header says.
     fn pixels(&self) -> Result<Pixels, Failure>;
+
+    /// The tensor for the next daemon; `None` where it cannot be had. Blocking: copies the payload.
+    fn save(&self) -> Option<SavedTensor> {
+        None
+    }
 }
 
 /// One stage run to be done.
@@ -40,6 +47,10 @@ pub struct StageOrder<O> {
     pub run: StageRun,
     /// What earlier runs wrote and this one reads.
     pub inputs: BTreeMap<Slot, O>,
+    /// The checkpoint of an earlier daemon to go on from.
+    pub resume: Option<Checkpoint>,
+    /// Where the newest checkpoint is put when the job is to stop.
+    pub rescue: Rescue,
     /// Fires when the job is to stop.
     pub stop: CancellationToken,
     /// What happens meanwhile. Lossy where it is progress: a full channel drops it.
@@ -120,6 +131,13 @@ pub struct Coming {
 pub trait StageRunner: Send + Sync + 'static {
     /// A tensor that a stage wrote.
     type Output: Output;
+
+    /// Brings back what a stage of an earlier daemon wrote into `slot`; `None` where there is no room for it, or it is not what
+    /// that stage would write for this request: then the stage runs again. Blocking.
+    fn restore(&self, job: &JobId, request: &Admitted, slot: Slot, saved: SavedTensor) -> Option<Self::Output> {
+        let _ = (job, request, slot, saved);
+        None
+    }
 
     /// Runs one stage to its validated output. Returns soon after `order.stop` has fired; dropping the future stops the
     /// run too, but then nobody learns when.

@@ -13,6 +13,8 @@ use super::plan::{Role, Slot};
 use super::runner::{Output, StageOrder};
 use super::sizes::{TensorSpec, checkpoint_capacity, tensor};
 use crate::arena::{Arena, SegmentHandle};
+use crate::ids::JobId;
+use crate::jobs::durable::SavedTensor;
 use crate::jobs::request::{Admitted, ImageFile};
 use crate::picture::Pixels;
 use crate::residency::Granted;
@@ -51,6 +53,30 @@ impl Output for Tensor {
         // Admission bounds both edges far below this.
         Ok(Pixels { width: width as u32, height: height as u32, rgb })
     }
+
+    fn save(&self) -> Option<SavedTensor> {
+        let (element_type, shape) = (self.header.element_type, self.header.shape.clone());
+        Some(SavedTensor { element_type, shape, bytes: self.segment.read_payload(&self.header).ok()? })
+    }
+}
+
+/// Brings a tensor of an earlier daemon back into shared memory, if it is what the slot holds for this request.
+pub(super) fn restore(
+    arena: &Arena,
+    job: &JobId,
+    request: &Admitted,
+    slot: Slot,
+    saved: &SavedTensor,
+) -> Option<Tensor> {
+    let (spec, length) = (tensor(request, slot.role), saved.bytes.len() as u64);
+    if saved.element_type != spec.element_type || length > spec.capacity {
+        return None;
+    }
+    let label = format!("{} of job {job}", slot.role.name());
+    let segment = arena.create(spec.element_type, length, 0, &label).ok()?;
+    let header = segment.write(&saved.shape, &saved.bytes).ok()?;
+    check_shape(request, slot.role, &spec, &header).ok()?;
+    Some(Tensor { segment, header: Arc::new(header) })
 }
 
 /// The daemon's own inputs of a run: image files.

@@ -103,14 +103,15 @@ impl DiskStore {
     }
 
     fn put_files(&self, job: &DurableJob) -> io::Result<()> {
-        for (name, file) in job.files() {
-            // An older record of this job has written it already: a job's files never change.
-            let length = fs::metadata(self.path(&job.id, name)).map_or(0, |metadata| metadata.len());
-            if length != file.bytes().len() as u64 {
-                self.write(&job.id, name, file.bytes())?;
+        let (record, beside) = job.encode();
+        for file in beside {
+            // An older record of this job has written it already: a name stands for the same bytes for ever.
+            let length = fs::metadata(self.path(&job.id, &file.mark.name)).map(|metadata| metadata.len());
+            if length.ok() != Some(file.mark.bytes) {
+                self.write(&job.id, &file.mark.name, &file.bytes)?;
             }
         }
-        self.write(&job.id, RECORD, &job.encode())?;
+        self.write(&job.id, RECORD, &record)?;
         match fs::remove_file(self.path(&job.id, RUNS)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             Ok(()) | Err(_) => {}
@@ -210,8 +211,9 @@ impl Store for DiskStore {
             }
             match self.read(&JobId::from(id)) {
                 Ok(job) => {
-                    let named: HashSet<String> =
-                        job.files().iter().map(|(name, _)| *name).chain([RECORD, RUNS]).map(str::to_owned).collect();
+                    let (_, beside) = job.encode();
+                    let own = [RECORD, RUNS].into_iter().map(str::to_owned);
+                    let named: HashSet<String> = beside.into_iter().map(|file| file.mark.name).chain(own).collect();
                     let id = format!("{}.", job.id);
                     leftovers.extend(
                         names.into_iter().filter(|name| name.strip_prefix(&id).is_none_or(|n| !named.contains(n))),
@@ -236,8 +238,10 @@ impl Store for DiskStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::jobs::durable::Progress;
     use crate::jobs::fixtures;
     use crate::jobs::request::{Admitted, ImageFile, InitialImage};
+    use sd_proto::v1::ImageReady;
     use std::time::SystemTime;
 
     fn job(id: &str, order: u64, picture: Option<&[u8]>) -> DurableJob {
@@ -297,6 +301,25 @@ mod tests {
         let loaded = store.load().unwrap();
         assert_eq!((loaded.jobs, loaded.damaged), (vec![whole], vec![]));
         assert_eq!(names(&jobs), ["aa.image", "aa.job"]);
+    }
+
+    #[test]
+    fn progress_is_kept_and_where_it_is_damaged_the_job_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = DiskStore::open(dir.path()).unwrap();
+        let picture = ImageReady { index: 1, png: vec![7; 100], ..ImageReady::default() };
+        let progress = Progress { pictures: vec![picture], ..Progress::default() };
+        let (bare, done) = (job("aa", 1, Some(b"picture")), job("aa", 1, Some(b"picture")));
+        let done = DurableJob { progress, submitted: bare.submitted, ..done };
+        store.put(&bare).unwrap();
+        store.put(&done).unwrap();
+        assert_eq!(store.load().unwrap().jobs, [done]);
+        let jobs = dir.path().join("jobs");
+        let file = names(&jobs).into_iter().find(|name| name.starts_with("aa.done-")).unwrap();
+        fs::write(jobs.join(file), "half").unwrap();
+        let loaded = store.load().unwrap();
+        assert_eq!((loaded.jobs, loaded.damaged), (vec![bare], vec![]));
+        assert_eq!(names(&jobs), ["aa.image", "aa.job"], "what is of no use is removed");
     }
 
     #[test]

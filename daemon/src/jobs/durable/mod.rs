@@ -2,6 +2,7 @@
 //!
 //! * [`record`]: a job as it is recorded, and the format.
 //! * [`disk`]: the store, a folder with a file a job; behind the trait [`Store`].
+//! * [`progress`]: what a job has done when its daemon ends in order.
 //! * [`keeper`]: the one owner of the store while the daemon runs.
 //! * [`takeup`]: at the daemon's start, from a record back to a job.
 //!
@@ -13,6 +14,7 @@
 
 pub mod disk;
 pub mod keeper;
+pub mod progress;
 pub mod record;
 pub mod takeup;
 
@@ -20,6 +22,7 @@ use crate::ids::JobId;
 
 pub use disk::DiskStore;
 pub use keeper::Keeper;
+pub use progress::{Handover, Progress, Rescue, SavedTensor};
 pub use record::{DurableJob, ModelMark, RecordError};
 pub use takeup::{TakenUp, take_up};
 

@@ -2,8 +2,10 @@
 //!
 //! A record is a line `sdd-job VERSION SHA256` and a JSON document, whose bytes the SHA-256 is of. Request and numeric plan stand
 //! in it as the public interface encodes them, in hexadecimal digits, so that a field which is added there is recorded too.
-//! What is large lies in files beside the record, each named in it with its length and SHA-256.
+//! What is large lies in files beside the record, each named in it with its length and SHA-256. A file of the request that is
+//! missing or damaged makes the record unusable; one of the progress costs the progress.
 
+use std::borrow::Cow;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prost::Message as _;
@@ -11,6 +13,7 @@ use sd_proto::v1::{ImageRequest, NumericPlan};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
+use super::progress::{Mark, Progress};
 use crate::ids::{JobId, Tenant};
 use crate::jobs::request::{Admitted, ImageFile};
 
@@ -54,6 +57,8 @@ pub struct DurableJob {
     pub image: Option<ImageFile>,
     /// White where it is to be painted anew.
     pub mask: Option<ImageFile>,
+    /// What was done of it when its daemon ended in order.
+    pub progress: Progress,
     /// Runs of it during which the daemon was killed. Not part of the record: see [`super::Store::note_start`].
     pub broken_runs: u32,
 }
@@ -106,6 +111,24 @@ struct Body {
     plan: String,
     #[serde(default)]
     files: Vec<FileMark>,
+    #[serde(default)]
+    progress: Vec<Part>,
+}
+
+/// A part of the progress, and the file that holds it.
+#[derive(Serialize, Deserialize)]
+struct Part {
+    what: Mark,
+    file: FileMark,
+}
+
+/// A file to be written beside a record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Beside<'a> {
+    /// How the record names it.
+    pub mark: FileMark,
+    /// Its bytes.
+    pub bytes: Cow<'a, [u8]>,
 }
 
 /// A file beside a record.
@@ -175,24 +198,32 @@ impl DurableJob {
             plan: request.plan.clone(),
             image: initial.map(|initial| initial.image.clone()),
             mask: initial.and_then(|initial| initial.mask.clone()),
+            progress: Progress::default(),
             broken_runs: 0,
         }
     }
 
-    /// What lies beside the record.
-    pub(super) fn files(&self) -> Vec<(&'static str, &ImageFile)> {
-        let image = self.image.iter().map(|file| (IMAGE, file));
-        image.chain(self.mask.iter().map(|file| (MASK, file))).collect()
-    }
-
-    /// The record's bytes.
-    pub fn encode(&self) -> Vec<u8> {
+    /// The record's bytes, and what lies beside it.
+    pub fn encode(&self) -> (Vec<u8>, Vec<Beside<'_>>) {
         let since = self.submitted.duration_since(UNIX_EPOCH).unwrap_or_default();
-        let mark = |(name, file): (&'static str, &ImageFile)| FileMark {
-            name: name.into(),
-            bytes: file.bytes().len() as u64,
-            sha256: file.sha256().into(),
-        };
+        let image = self.image.iter().map(|file| (IMAGE, file));
+        let pictures = image.chain(self.mask.iter().map(|file| (MASK, file)));
+        let mut beside: Vec<Beside<'_>> = pictures
+            .map(|(name, file)| Beside {
+                mark: FileMark { name: name.into(), bytes: file.bytes().len() as u64, sha256: file.sha256().into() },
+                bytes: Cow::Borrowed(file.bytes()),
+            })
+            .collect();
+        let files = beside.iter().map(|file| file.mark.clone()).collect();
+        let mut progress = Vec::new();
+        for (what, bytes) in self.progress.parts() {
+            let sha256 = sha256(&bytes);
+            // Named after its contents: what an older record names is never overwritten by something else.
+            let name = format!("done-{}", &sha256[..32]);
+            let mark = FileMark { name, bytes: bytes.len() as u64, sha256 };
+            progress.push(Part { what, file: mark.clone() });
+            beside.push(Beside { mark, bytes: Cow::Owned(bytes) });
+        }
         let body = Body {
             id: self.id.to_string(),
             tenant: self.tenant.to_string(),
@@ -203,12 +234,13 @@ impl DurableJob {
             model_fingerprint: self.model.fingerprint.clone(),
             request: hex(&self.request.encode_to_vec()),
             plan: hex(&self.plan.encode_to_vec()),
-            files: self.files().into_iter().map(mark).collect(),
+            files,
+            progress,
         };
         let json = serde_json::to_vec_pretty(&body).expect("texts and numbers are JSON");
         let mut record = format!("{MAGIC} {VERSION} {}\n", sha256(&json)).into_bytes();
         record.extend(json);
-        record
+        (record, beside)
     }
 
     /// Reads a record; `file` gives the bytes of each file beside it.
@@ -253,6 +285,19 @@ impl DurableJob {
             mark.check(&bytes)?;
             *slot = Some(ImageFile::new(&bytes));
         }
+        let mut progress = Progress::default();
+        for Part { what, file: mark } in body.progress {
+            let bytes = if is_plain(&mark.name) { file(&mark) } else { Err(RecordError::Content("list of files")) };
+            let taken = bytes.and_then(|bytes| {
+                mark.check(&bytes)?;
+                progress.take(what, bytes).ok_or(RecordError::Content("progress"))
+            });
+            if let Err(error) = taken {
+                tracing::warn!(job = body.id, %error, "what was done of a job is damaged: it begins anew");
+                progress = Progress::default();
+                break;
+            }
+        }
         Ok(Self {
             id: body.id.into(),
             tenant: body.tenant.into(),
@@ -263,6 +308,7 @@ impl DurableJob {
             plan: plan.ok_or(RecordError::Content("numeric plan"))?,
             image,
             mask,
+            progress,
             broken_runs: 0,
         })
     }
@@ -289,7 +335,8 @@ mod tests {
     #[test]
     fn a_record_gives_the_job_back() {
         let job = with_pictures();
-        let record = job.encode();
+        let (record, beside) = job.encode();
+        assert_eq!(beside.iter().map(|file| file.mark.name.as_str()).collect::<Vec<_>>(), [IMAGE, MASK]);
         assert_eq!(DurableJob::decode(&record, file), Ok(job.clone()));
         assert!(!String::from_utf8_lossy(&record).contains("secret"), "a prompt is not to be found by a glance");
         assert!(!format!("{job:?}").contains("secret"));
@@ -299,7 +346,7 @@ mod tests {
     #[test]
     fn what_is_no_record_is_told_apart() {
         let job = with_pictures();
-        let record = job.encode();
+        let record = job.encode().0;
         let text = String::from_utf8(record.clone()).unwrap();
         let other = text.replacen("sdd-job 1", "sdd-job 2", 1);
         assert_eq!(DurableJob::decode(other.as_bytes(), file), Err(RecordError::Version { found: 2 }));
@@ -315,7 +362,7 @@ mod tests {
     fn no_record_leads_out_of_its_folder() {
         let mut job = with_pictures();
         job.id = "../x".into();
-        assert_eq!(DurableJob::decode(&job.encode(), file), Err(RecordError::Content("id")));
+        assert_eq!(DurableJob::decode(&job.encode().0, file), Err(RecordError::Content("id")));
         for name in ["", "..", "a/b", "A", "a.b"] {
             assert!(!is_plain(name), "{name}");
         }
@@ -325,7 +372,7 @@ mod tests {
         /// However a record is cut or changed, it is refused, and nothing panics.
         #[test]
         fn a_torn_or_changed_record_is_refused(cut in 0usize..2000, at in 0usize..2000, bits in 1u8..=255) {
-            let record = with_pictures().encode();
+            let record = with_pictures().encode().0;
             let cut = cut % record.len();
             prop_assert!(DurableJob::decode(&record[..cut], file).is_err());
             let mut changed = record.clone();

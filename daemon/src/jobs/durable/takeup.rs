@@ -32,7 +32,11 @@ impl TakenUp {
     pub fn note(&self) -> String {
         let submitted = self.job.submitted.duration_since(UNIX_EPOCH).unwrap_or_default();
         let ago = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().saturating_sub(submitted);
-        let begins = if self.job.broken_runs > 0 { ", begun before and begun anew" } else { "" };
+        let begins = match (self.job.progress.told(), self.job.broken_runs) {
+            (told, _) if !told.is_empty() => format!(": {told}"),
+            (_, 0) => String::new(),
+            (_, _) => ", begun before and begun anew".into(),
+        };
         format!("taken up again after a restart of the daemon, submitted {} s ago{begins}", ago.as_secs())
     }
 }

@@ -279,6 +279,37 @@ async fn a_drain_keeps_recorded_jobs_for_the_next_start_and_cancels_the_others()
 }
 
 #[tokio::test(start_paused = true)]
+async fn after_a_drain_a_job_goes_on_after_its_last_finished_stage_and_with_its_pictures() {
+    let life = Life::begin(Arc::default(), FakeRunner::seconds(1)).await;
+    let request = Admitted { seed: 7, ..small(2) };
+    let (id, _) = life.jobs.submit_kept(tenant(1), request, Grouping::ByImage).await.unwrap();
+    // Encoded, the first image painted, the second one half denoised.
+    let drained = life.jobs.drain(Duration::from_millis(3500)).await;
+    assert_eq!(drained, Drained { finished: 0, cancelled: 0, kept: 1 });
+    life.jobs.shutdown().await;
+    assert_eq!(life.runner.outputs.load(Ordering::SeqCst), 0, "nothing is held after the end");
+
+    let next = Life::begin(life.store.copy(), FakeRunner::seconds(1)).await;
+    let events = next.events(&id).await;
+    let told = names(&events);
+    assert!(told[1].contains("1 picture is done, it goes on after its last finished stage"), "{}", told[1]);
+    assert_eq!(
+        told[2..],
+        [
+            "image 0 seed 7",
+            "start STAGE_DENOISE 4",
+            "finish STAGE_DENOISE",
+            "start STAGE_DECODE 5",
+            "finish STAGE_DECODE",
+            "image 1 seed 8",
+            "succeeded"
+        ]
+    );
+    next.settled().await;
+    assert_eq!(next.store.ids(), []);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_job_that_cannot_be_recorded_is_refused_and_one_that_need_not_be_runs() {
     let store = Arc::new(MemoryStore { is_full: true, ..MemoryStore::default() });
     let life = Life::begin(store, FakeRunner::seconds(1)).await;
