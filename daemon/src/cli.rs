@@ -25,7 +25,8 @@ Configuration, later ones over earlier ones:
   2. the environment: SDD_ and the key, dots as underscores (SDD_DEVICES_CPU_BUDGET=8GiB); RUST_LOG
   3. the command line: the options above, and --set KEY=VALUE for every other key
 
-Signals: SIGTERM and SIGINT let accepted jobs end (deadlines.drain), a second one cancels them.
+Signals: SIGTERM and SIGINT let accepted jobs end (deadlines.drain), a second one stops them; recorded ones
+go on at the next start.
 Exit codes: 0 done, 1 the system refuses something, 64 bad configuration, 75 another daemon holds the device or the socket, 70 a bug.";
 
 /// Serves image generation to local clients: queues jobs, runs their stages in worker processes, and decides how much

@@ -455,7 +455,7 @@ async fn stop(
 ) -> Result<(), DaemonError> {
     let drain = match ending {
         Ending::Signal(name) => {
-            tracing::info!(signal = name, "draining: jobs may take {:.0?}; a second signal cancels them", config.drain);
+            tracing::info!(signal = name, "draining: jobs may take {:.0?}; a second signal stops them", config.drain);
             config.drain
         }
         Ending::OwnerGone => config.drain,
@@ -474,7 +474,7 @@ async fn stop(
             tracing::info!(finished, cancelled, kept, "drained");
         }
         name = signals.next() => {
-            tracing::info!(signal = name, "cancelling all jobs");
+            tracing::info!(signal = name, "stopping all jobs");
         }
     }
     jobs.shutdown().await;

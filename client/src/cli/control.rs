@@ -93,11 +93,19 @@ pub(super) async fn drain(global: &Global, args: DrainArgs) -> Result<ProgramExi
     }
     let done = session.client().drain(args.timeout).await?;
     if global.json {
-        let summary = json!({ "jobs_finished": done.jobs_finished, "jobs_cancelled": done.jobs_cancelled });
+        let summary = json!({
+            "jobs_finished": done.jobs_finished,
+            "jobs_cancelled": done.jobs_cancelled,
+            "jobs_kept": done.jobs_kept,
+        });
         screen::out(format_args!("{summary:#}"))?;
     } else if !global.quiet {
         let finished = human::count(done.jobs_finished.into(), "job");
-        screen::out(format_args!("drained: {finished} finished, {} cancelled", done.jobs_cancelled))?;
+        let kept = match done.jobs_kept {
+            0 => String::new(),
+            kept => format!(", {kept} kept for the next start"),
+        };
+        screen::out(format_args!("drained: {finished} finished, {} cancelled{kept}", done.jobs_cancelled))?;
     }
     Ok(ProgramExit::Success)
 }

@@ -268,7 +268,7 @@ impl Control for Served {
     }
 
     async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
-        Ok(Response::new(DrainResponse { jobs_finished: 2, jobs_cancelled: 1 }))
+        Ok(Response::new(DrainResponse { jobs_finished: 2, jobs_cancelled: 1, jobs_kept: 0 }))
     }
 
     async fn load_model(&self, request: Request<LoadModelRequest>) -> Result<Response<LoadModelResponse>, Status> {

@@ -189,7 +189,11 @@ impl Control for ControlService {
         };
         let drained = self.backing.jobs.drain(grace).await;
         self.backing.shutdown.cancel();
-        Ok(Response::new(DrainResponse { jobs_finished: drained.finished, jobs_cancelled: drained.cancelled }))
+        Ok(Response::new(DrainResponse {
+            jobs_finished: drained.finished,
+            jobs_cancelled: drained.cancelled,
+            jobs_kept: drained.kept,
+        }))
     }
 
     type WatchDecisionsStream = decisions::DecisionStream;

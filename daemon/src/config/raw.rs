@@ -165,7 +165,11 @@ pub const KEYS: &[Key] = &[
     key("deadlines.cancel", Kind::Text, "what a worker may take to stop a cancelled task"),
     key("deadlines.retire", Kind::Text, "what a worker may take to exit when it is retired"),
     key("deadlines.inspect", Kind::Text, "what an inspection of a model folder may take"),
-    key("deadlines.drain", Kind::Text, "what accepted jobs may take after SIGTERM, before they are cancelled"),
+    key(
+        "deadlines.drain",
+        Kind::Text,
+        "what accepted jobs may take after SIGTERM, before they are cancelled, or kept for the next start",
+    ),
     key("deadlines.stop", Kind::Text, "what workers may take from SIGTERM to their end, before SIGKILL"),
     key("deadlines.keep_alive", Kind::Text, "how long a worker stays without work before it goes, with all its memory"),
     key("limits.prompt_bytes", Kind::Text, "bytes of a prompt"),

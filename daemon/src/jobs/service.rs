@@ -618,11 +618,13 @@ impl<R: StageRunner> Owner<R> {
             Effect::End(ending) => {
                 let kept = record.recorded.is_some() && ending.is_shutdown();
                 if let (Some(keeper), Some(_)) = (&self.keeper, record.recorded) {
-                    match record.durable().filter(|_| kept && record.has_run()) {
-                        // Written anew, because this is no run that was broken off.
-                        Some(job) => drop(keeper.put(job)),
-                        None if kept => {}
-                        None => keeper.remove(job.clone()),
+                    // Written anew after a run: with what is done, and because the run was not broken off.
+                    if kept && record.has_run() {
+                        if let Some(job) = record.durable() {
+                            drop(keeper.put(job));
+                        }
+                    } else if !kept {
+                        keeper.remove(job.clone());
                     }
                 }
                 record.note_end();
