@@ -7,6 +7,7 @@
 pub mod calls;
 pub mod daemon;
 pub mod faults;
+pub mod linked;
 pub mod png_text;
 pub mod process;
 pub mod programs;

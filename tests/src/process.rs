@@ -43,6 +43,22 @@ impl Process {
         Some((field("RssAnon:")? + field("RssShmem:")?) << 10)
     }
 
+    /// Bytes of a mapped file that this process has in memory, by the end of the file's path; `None` once it is gone.
+    pub fn mapped_of(&self, path: &str) -> Option<u64> {
+        let maps = fs::read_to_string(format!("/proc/{}/smaps", self.pid)).ok()?;
+        let mut ours = false;
+        let mut sum = 0;
+        for line in maps.lines() {
+            // A mapping's own line starts with its addresses; those of its fields with their names.
+            if line.split(' ').next().is_some_and(|word| word.contains('-')) {
+                ours = line.ends_with(path);
+            } else if let Some(size) = line.strip_prefix("Rss:").filter(|_| ours) {
+                sum += size.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?;
+            }
+        }
+        Some(sum << 10)
+    }
+
     /// Private memory alone (`RssAnon`), in bytes.
     pub fn anonymous(&self) -> Option<u64> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;

@@ -3,6 +3,7 @@
 //! The daemon starts it; it dials the daemon's private socket and does what it is told there until it is retired or the
 //! link ends. It never talks to a client and never decides how much memory it may use.
 
+mod allocator;
 mod arguments;
 mod diffusion;
 mod governor;

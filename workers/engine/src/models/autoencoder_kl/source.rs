@@ -35,4 +35,8 @@ impl ParameterSource for Source {
         self.compute().round(&mut out[before..]);
         Ok(())
     }
+
+    fn let_go(&self, parameter: &Parameter) {
+        ParameterSource::let_go(&self.weights, parameter);
+    }
 }
