@@ -10,6 +10,7 @@ use sd_engine::tensor;
 use sd_proto::worker::v1::task::Work;
 use sd_proto::worker::v1::{DenoiseWork, ElementType, Task};
 
+use crate::governor;
 use crate::runner::{Control, Finished, RunError, StageModel};
 use crate::segment;
 use crate::watch::Watch;
@@ -28,7 +29,8 @@ impl StageModel for DiffusionStage {
                 .for_latents();
             self.loaded = Some((config, Unet::open(&folder.join("unet"))?));
         }
-        if let Some((_, unet)) = &self.loaded {
+        if let Some((_, unet)) = &mut self.loaded {
+            unet.set_chunks(governor::chunks(task));
             control.govern(task, &[unet.residency()])?;
             control.load(unet.residency())?;
         }

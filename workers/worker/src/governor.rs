@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use sd_engine::ops::Chunks;
 use sd_engine::residency::{self, Policy, Residency, RunStats, Storage};
 use sd_proto::worker::v1::{Task, TaskMemory, WeightStorage};
 use tokio::sync::mpsc;
@@ -100,6 +101,12 @@ impl Governor {
 pub(crate) fn policy(task: &Task) -> Policy {
     let Some(memory) = &task.memory else { return Policy::default() };
     Policy { prefetch: memory.prefetch, storage: storage(memory), blocks: memory.resident_blocks.map(|n| n as usize) }
+}
+
+/// How many rows a task wants to go through at once.
+pub(crate) fn chunks(task: &Task) -> Chunks {
+    let rows = |of: fn(&TaskMemory) -> u32| task.memory.as_ref().map_or(0, of) as usize;
+    Chunks { tokens: rows(|memory| memory.token_chunk), mlp: rows(|memory| memory.mlp_chunk) }
 }
 
 fn storage(memory: &TaskMemory) -> Storage {

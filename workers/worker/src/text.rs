@@ -9,6 +9,7 @@ use sd_engine::text::{Emphasis, Tokenizer};
 use sd_proto::worker::v1::task::Work;
 use sd_proto::worker::v1::{ElementType, Task};
 
+use crate::governor;
 use crate::runner::{Control, Finished, RunError, StageModel};
 use crate::segment;
 use crate::watch::Watch;
@@ -25,7 +26,8 @@ impl StageModel for TextStage {
             let tokenizer = Tokenizer::load(&folder.join("tokenizer")).map_err(PipelineError::from)?;
             self.loaded = Some((tokenizer, ClipTextModel::open(&folder.join("text_encoder"))?));
         }
-        if let Some((_, model)) = &self.loaded {
+        if let Some((_, model)) = &mut self.loaded {
+            model.set_chunks(governor::chunks(task));
             control.govern(task, &[model.residency()])?;
             control.load(model.residency())?;
         }

@@ -10,6 +10,7 @@
 //! thread stays with the pool's threads for the next call.
 
 mod attention;
+mod chunks;
 mod conv;
 mod embedding;
 mod kernel;
@@ -29,6 +30,7 @@ mod transforms;
 mod winograd;
 
 pub use attention::{AttentionMask, attention};
+pub use chunks::{Chunks, RowsBuilder, by_chunks};
 pub use conv::{Conv2d, Padding, UpsampleConv2d, conv2d, conv2d_add, conv2d_upsampled};
 pub use embedding::timestep_embedding;
 pub use layout::{concat_channels, nchw_to_nhwc, nhwc_to_nchw, upsample_nearest2x};

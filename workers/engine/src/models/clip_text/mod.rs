@@ -13,6 +13,7 @@ use segments::{NAMING, TextState};
 
 use super::{LoadProgress, ModelError};
 use crate::formats::WeightSet;
+use crate::ops::Chunks;
 use crate::residency::{Declarations, Executor, Flow, Observer, Residency};
 
 /// What the encoder gives for a batch of token sequences; widths are the model's `hidden_size`.
@@ -36,6 +37,7 @@ pub struct ClipTextOutput {
 #[derive(Debug)]
 pub struct ClipTextModel {
     config: ClipTextConfig,
+    chunks: Chunks,
     executor: Executor<TextState>,
 }
 
@@ -48,7 +50,7 @@ impl ClipTextModel {
         let config = ClipTextConfig::read(&folder.join("config.json"))?;
         let weights = Arc::new(Self::weights(folder)?);
         let executor = Executor::new(segments::segments(&config), weights);
-        Ok(Self { config, executor })
+        Ok(Self { config, chunks: Chunks::default(), executor })
     }
 
     /// Opens `folder` and loads all of it.
@@ -87,6 +89,11 @@ impl ClipTextModel {
     /// Its configuration.
     pub fn config(&self) -> &ClipTextConfig {
         &self.config
+    }
+
+    /// Sets how many rows go through at once from the next run on. Changes no byte of a result.
+    pub fn set_chunks(&mut self, chunks: Chunks) {
+        self.chunks = chunks;
     }
 
     /// Its memory.
@@ -132,7 +139,7 @@ impl ClipTextModel {
         }
         let tokens = Tensor::from_vec(ids.concat(), (ids.len(), length), &Device::Cpu)?;
         let ends = ids.iter().map(|row| self.config.end_of_text(row) as u32).collect();
-        let mut state = TextState::new(tokens, ends, clip_skip);
+        let mut state = TextState::new(tokens, ends, clip_skip, self.chunks);
         self.executor.run(&mut state, observer)?;
         state.finish()
     }

@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 use super::{ClipTextConfig, ClipTextOutput};
 use crate::formats::Naming;
 use crate::models::ModelError;
-use crate::ops::{Activation, AttentionMask, attention, layer_norm, linear, linear_add};
+use crate::ops::{Activation, AttentionMask, Chunks, attention, by_chunks, layer_norm, linear, linear_add};
 use crate::residency::{Bindings, Declarations, Flow, LinearId, NormId, Role, Segment, TableId};
 
 /// Repositories name tensors with the prefix `text_model.`; transformers 5 drops it.
@@ -31,6 +31,7 @@ pub(super) struct TextState {
     tokens: Tensor,
     ends: Vec<u32>,
     clip_skip: usize,
+    chunks: Chunks,
     hidden_states: Vec<Tensor>,
     last: Option<Tensor>,
     conditioning: Option<Tensor>,
@@ -40,9 +41,9 @@ pub(super) struct TextState {
 
 impl TextState {
     /// `tokens` `[B, S]`; `ends` the place of each row's end-of-text token.
-    pub(super) fn new(tokens: Tensor, ends: Vec<u32>, clip_skip: usize) -> Self {
+    pub(super) fn new(tokens: Tensor, ends: Vec<u32>, clip_skip: usize, chunks: Chunks) -> Self {
         let (hidden_states, last, conditioning, pooled, projected) = (Vec::new(), None, None, None, None);
-        Self { tokens, ends, clip_skip, hidden_states, last, conditioning, pooled, projected }
+        Self { tokens, ends, clip_skip, chunks, hidden_states, last, conditioning, pooled, projected }
     }
 
     pub(super) fn finish(self) -> std::result::Result<ClipTextOutput, ModelError> {
@@ -169,14 +170,20 @@ impl Segment for Layer {
             layer_norm(x, Some(weight), Some(bias), self.eps)
         };
         let head = width / self.heads;
-        let qkv = linear(&norm(self.norm1, x)?, p.linear(self.qkv), Activation::None)?;
+        let chunks = state.chunks;
+        let qkv = by_chunks(x, chunks.tokens, 3 * width, |x| {
+            linear(&norm(self.norm1, x)?, p.linear(self.qkv), Activation::None)
+        })?;
         let qkv = qkv.reshape((batch, length, 3, self.heads, head))?;
         let part = |i| qkv.narrow(2, i, 1)?.squeeze(2);
         let scale = 1.0 / (head as f32).sqrt();
         let mixed = attention(&part(0)?, &part(1)?, &part(2)?, scale, AttentionMask::Causal)?;
         let x = linear_add(&mixed, p.linear(self.out), x)?;
-        let wide = linear(&norm(self.norm2, &x)?, p.linear(self.up), self.act)?;
-        state.hidden_states.push(linear_add(&wide, p.linear(self.down), &x)?);
+        let out = by_chunks(&x, chunks.mlp, width, |x| {
+            let wide = linear(&norm(self.norm2, x)?, p.linear(self.up), self.act)?;
+            linear_add(&wide, p.linear(self.down), x)
+        })?;
+        state.hidden_states.push(out);
         Ok(())
     }
 

@@ -2,7 +2,10 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::ops::{Activation, AttentionMask, attention, group_norm, layer_norm, linear, linear_add, linear_geglu};
+use crate::ops::{
+    Activation, AttentionMask, Chunks, RowsBuilder, attention, by_chunks, group_norm, layer_norm, linear, linear_add,
+    linear_geglu,
+};
 use crate::residency::{Bindings, Declarations, Flow, LinearId, NormId};
 
 /// `eps` of every layer norm and of the group norm before the blocks; constants in diffusers.
@@ -39,13 +42,22 @@ pub(crate) struct TransformerShape {
     pub(crate) only_cross: bool,
 }
 
+/// An attention's layers.
+#[derive(Clone, Copy, Debug)]
+struct Attention {
+    q: LinearId,
+    kv: LinearId,
+    out: LinearId,
+    keys: Keys,
+}
+
 /// Where keys and values come from.
 #[derive(Clone, Copy, Debug)]
-enum Attention {
-    /// The pixels themselves: one product gives queries, keys and values.
-    Own { qkv: LinearId, out: LinearId },
-    /// The conditioning: keys and values are cached under `cache`.
-    Context { q: LinearId, kv: LinearId, out: LinearId, cache: usize },
+enum Keys {
+    /// The pixels themselves.
+    Own,
+    /// The conditioning; cached under this number.
+    Context(usize),
 }
 
 #[derive(Clone, Debug)]
@@ -77,16 +89,17 @@ impl SpatialTransformer {
         let project_in = d.linear(format!("{name}.proj_in"), c, c, true);
         let mut attend = |d: &mut Declarations, name: String, own: bool| {
             let parts = |list: &[&str]| list.iter().map(|part| format!("{name}.{part}")).collect::<Vec<_>>();
-            if own {
-                let qkv = d.stacked(parts(&["to_q", "to_k", "to_v"]), c, &[c; 3], false);
-                return Attention::Own { qkv, out: d.linear(format!("{name}.to_out.0"), c, c, true) };
-            }
-            *caches += 1;
-            Attention::Context {
+            let keys = if own {
+                Keys::Own
+            } else {
+                *caches += 1;
+                Keys::Context(*caches - 1)
+            };
+            Attention {
                 q: d.linear(format!("{name}.to_q"), c, c, false),
-                kv: d.stacked(parts(&["to_k", "to_v"]), shape.context, &[c; 2], false),
+                kv: d.stacked(parts(&["to_k", "to_v"]), if own { c } else { shape.context }, &[c; 2], false),
                 out: d.linear(format!("{name}.to_out.0"), c, c, true),
-                cache: *caches - 1,
+                keys,
             }
         };
         let blocks = (0..shape.layers)
@@ -108,7 +121,14 @@ impl SpatialTransformer {
     }
 
     /// `x` `[N, H, W, C]`, `context` `[N, T, W]`.
-    pub(crate) fn forward(&self, p: &Bindings, x: &Tensor, context: &Tensor, cache: &mut CrossCache) -> Result<Tensor> {
+    pub(crate) fn forward(
+        &self,
+        p: &Bindings,
+        x: &Tensor,
+        context: &Tensor,
+        cache: &mut CrossCache,
+        chunks: Chunks,
+    ) -> Result<Tensor> {
         let (n, h, w, c) = x.dims4()?;
         let (weight, bias) = p.norm(self.norm);
         let normed = group_norm(x, self.shape.groups, weight, bias, GROUP_NORM_EPS, Activation::None)?;
@@ -119,10 +139,13 @@ impl SpatialTransformer {
                 let (weight, bias) = p.norm(id);
                 layer_norm(t, Some(weight), Some(bias), LAYER_NORM_EPS)
             };
-            t = self.attend(p, block.attn1, &norm(block.norm1, &t)?, &t, context, cache)?;
-            t = self.attend(p, block.attn2, &norm(block.norm2, &t)?, &t, context, cache)?;
-            let gated = linear_geglu(&norm(block.norm3, &t)?, p.linear(block.up))?;
-            t = linear_add(&gated, p.linear(block.down), &t)?;
+            for (attention, id) in [(block.attn1, block.norm1), (block.attn2, block.norm2)] {
+                t = self.attend(p, attention, &|t: &Tensor| norm(id, t), &t, context, cache, chunks.tokens)?;
+            }
+            t = by_chunks(&t, chunks.mlp, c, |t| {
+                let gated = linear_geglu(&norm(block.norm3, t)?, p.linear(block.up))?;
+                linear_add(&gated, p.linear(block.down), t)
+            })?;
         }
         linear_add(&t.reshape((n, h, w, c))?, p.linear(self.project_out), x)
     }
@@ -130,45 +153,73 @@ impl SpatialTransformer {
     /// Memory: input and running state, and inside the feed-forward its two widths; keys and values are kept.
     pub(crate) fn flow(&self, flow: &mut Flow) {
         let c = self.shape.channels;
-        // Input, state, norm, queries with keys and values, the kernel's copies of these two (padded to whole vectors of
-        // sixteen a head), and what comes out.
-        flow.peak(8 * c + self.shape.heads * (c / self.shape.heads).next_multiple_of(16));
+        // What the kernel copies of keys, padded to whole vectors of sixteen a head, and of values.
+        let copies = c + self.shape.heads * (c / self.shape.heads).next_multiple_of(16);
+        // Input, state, norm, queries, keys, values and their copies, and what comes out.
+        flow.peak_of_rows(7 * c + copies);
         // Input, state, norm, four gated; or, where channels are not multiples of the kernels' width, eight before gating.
-        flow.peak(if c.is_multiple_of(4) { 7 } else { 15 } * c);
+        flow.peak_of_rows(if c.is_multiple_of(4) { 7 } else { 15 } * c);
+        // In chunks: input, state and result, with keys, values and their copies of one image of two.
+        flow.peak_in_chunks(3 * c + (2 * c + copies).div_ceil(2));
         let cross = if self.shape.only_cross { 2 } else { 1 };
         flow.keep_context(self.shape.layers * cross * 2 * c);
     }
 
-    /// `residual + out(attention(x))`.
+    /// `t + out(attention(norm(t)))`, for `tokens` rows at a time where there are more.
+    #[allow(clippy::too_many_arguments)]
     fn attend(
         &self,
         p: &Bindings,
         layer: Attention,
-        x: &Tensor,
-        residual: &Tensor,
+        norm: &dyn Fn(&Tensor) -> Result<Tensor>,
+        t: &Tensor,
         context: &Tensor,
         cache: &mut CrossCache,
+        tokens: usize,
     ) -> Result<Tensor> {
-        let (n, s, c) = x.dims3()?;
+        let (n, s, c) = t.dims3()?;
         let heads = self.shape.heads;
         let width = c / heads;
         let scale = 1.0 / (width as f32).sqrt();
-        let (mixed, out) = match layer {
-            Attention::Own { qkv, out } => {
-                let qkv = linear(x, p.linear(qkv), Activation::None)?.reshape((n, s, 3, heads, width))?;
-                let part = |i| qkv.narrow(2, i, 1)?.squeeze(2);
-                (attention(&part(0)?, &part(1)?, &part(2)?, scale, AttentionMask::None)?, out)
-            }
-            Attention::Context { q, kv, out, cache: index } => {
-                let q = linear(x, p.linear(q), Activation::None)?.reshape((n, s, heads, width))?;
-                let (batch, tokens, _) = context.dims3()?;
-                let kv = cache.get(index, || {
-                    linear(context, p.linear(kv), Activation::None)?.reshape((batch, tokens, 2, heads, width))
-                })?;
-                let part = |i| kv.narrow(2, i, 1)?.squeeze(2);
-                (attention(&q, &part(0)?, &part(1)?, scale, AttentionMask::None)?, out)
-            }
+        let keys_of = |x: &Tensor| linear(x, p.linear(layer.kv), Activation::None);
+        let split = |kv: Tensor| -> Result<Tensor> {
+            let (batch, count, _) = kv.dims3()?;
+            kv.reshape((batch, count, 2, heads, width))
         };
-        linear_add(&mixed, p.linear(out), residual)
+        // Queries of normed rows against keys and values, and the way back to the residual's width.
+        let mix = |normed: &Tensor, kv: &Tensor, residual: &Tensor| {
+            let (batch, count, _) = normed.dims3()?;
+            let q = linear(normed, p.linear(layer.q), Activation::None)?.reshape((batch, count, heads, width))?;
+            let part = |i| kv.narrow(2, i, 1)?.squeeze(2);
+            let mixed = attention(&q, &part(0)?, &part(1)?, scale, AttentionMask::None)?;
+            drop(q);
+            linear_add(&mixed, p.linear(layer.out), residual)
+        };
+        let cached = match layer.keys {
+            Keys::Own => None,
+            Keys::Context(index) => Some(cache.get(index, || split(keys_of(context)?))?),
+        };
+        if !Chunks::cut(tokens, n * s) {
+            let normed = norm(t)?;
+            let kv = match cached {
+                Some(kv) => kv,
+                None => split(keys_of(&normed)?)?,
+            };
+            return mix(&normed, &kv, t);
+        }
+        // Image by image, so that keys and values are those of one; then queries some at a time.
+        let mut whole = RowsBuilder::new(n * s, c);
+        for image in 0..n {
+            let rows = t.narrow(0, image, 1)?;
+            let kv = match &cached {
+                Some(kv) => kv.narrow(0, image, 1)?,
+                None => split(by_chunks(&rows, tokens, 2 * c, |rows| keys_of(&norm(rows)?))?)?,
+            };
+            for first in (0..s).step_by(tokens) {
+                let rows = rows.narrow(1, first, tokens.min(s - first))?;
+                whole.push(&mix(&norm(&rows)?, &kv, &rows)?)?;
+            }
+        }
+        whole.finish((n, s, c))
     }
 }

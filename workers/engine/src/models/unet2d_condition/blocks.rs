@@ -152,7 +152,7 @@ impl Segment for Layer {
         }
         state.hidden = self.resnet.forward(p, &state.hidden, state.time.as_ref())?;
         if let Some(transformer) = &self.transformer {
-            state.hidden = transformer.forward(p, &state.hidden, &state.context, &mut state.cross)?;
+            state.hidden = transformer.forward(p, &state.hidden, &state.context, &mut state.cross, state.chunks)?;
         }
         if let Skip::Push = self.skip {
             state.skips.push(state.hidden.clone());

@@ -16,13 +16,14 @@ use state::{NAMING, UnetState};
 use super::layers::CrossCache;
 use super::{LoadProgress, ModelError};
 use crate::formats::WeightSet;
-use crate::ops::{nchw_to_nhwc, nhwc_to_nchw, timestep_embedding};
+use crate::ops::{Chunks, nchw_to_nhwc, nhwc_to_nchw, timestep_embedding};
 use crate::residency::{Declarations, Executor, Flow, Observer, Residency, Segment};
 
 /// A denoising network, loaded or not.
 #[derive(Debug)]
 pub struct Unet {
     config: UnetConfig,
+    chunks: Chunks,
     executor: Executor<UnetState>,
 }
 
@@ -51,7 +52,7 @@ impl Unet {
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
         let config = UnetConfig::read(&folder.join("config.json"))?;
         let executor = Executor::new(segments(&config), Arc::new(Self::weights(folder)?));
-        Ok(Self { config, executor })
+        Ok(Self { config, chunks: Chunks::default(), executor })
     }
 
     /// Opens `folder` and loads all of it.
@@ -80,7 +81,16 @@ impl Unet {
 
     /// How memory goes through a model of this configuration; see [`Flow`]. The unit is a latent pixel.
     pub fn flow(config: &UnetConfig) -> Flow {
-        let mut flow = Flow::new(config.in_channels);
+        Self::follow(config, Flow::new(config.in_channels))
+    }
+
+    /// As [`Self::flow`], where [`Chunks`] are set: for each latent pixel of two images that are denoised together, beside
+    /// [`Flow::bytes_per_row`] for each row of the larger chunk. Where all rows fit a chunk, [`Self::flow`] is the lower bound.
+    pub fn flow_in_chunks(config: &UnetConfig) -> Flow {
+        Self::follow(config, Flow::new(config.in_channels).in_chunks())
+    }
+
+    fn follow(config: &UnetConfig, mut flow: Flow) -> Flow {
         for segment in segments(config) {
             segment.flow(&mut flow);
         }
@@ -90,6 +100,11 @@ impl Unet {
     /// Its configuration.
     pub fn config(&self) -> &UnetConfig {
         &self.config
+    }
+
+    /// Sets how many rows go through at once from the next pass on. Changes no byte of a result.
+    pub fn set_chunks(&mut self, chunks: Chunks) {
+        self.chunks = chunks;
     }
 
     /// Its memory.
@@ -158,6 +173,7 @@ impl UnetRun<'_> {
             skips: Vec::new(),
             context: self.conditioning.clone(),
             cross: std::mem::take(&mut self.cross),
+            chunks: self.unet.chunks,
         };
         self.unet.executor.run(&mut state, observer)?;
         self.cross = state.cross;

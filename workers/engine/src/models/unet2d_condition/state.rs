@@ -6,6 +6,7 @@ use candle_core::{Result, Tensor};
 
 use crate::formats::Naming;
 use crate::models::layers::CrossCache;
+use crate::ops::Chunks;
 
 /// Names are those of diffusers.
 pub(super) const NAMING: Naming = Naming { canonical: |name| Cow::Borrowed(name), ignorable: |_| false };
@@ -26,6 +27,8 @@ pub(super) struct UnetState {
     pub(super) context: Tensor,
     /// Its keys and values.
     pub(super) cross: CrossCache,
+    /// Rows that go through at once.
+    pub(super) chunks: Chunks,
 }
 
 impl UnetState {
