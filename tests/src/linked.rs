@@ -11,8 +11,8 @@ use std::time::Duration;
 use sd_proto::segment::{FIELDS_BYTES, HEADER_BYTES, Header};
 use sd_proto::worker::v1::link_server::{Link, LinkServer};
 use sd_proto::worker::v1::{
-    ElementType, FromWorker, LeaseGrant, LeasePurpose, LeaseReturned, LeaseRevise, NamedSegment, Segment, Task, TaskDone,
-    TaskPhase, ToWorker, Welcome, from_worker, to_worker,
+    ElementType, FromWorker, LeaseGrant, LeasePurpose, LeaseReturned, LeaseRevise, NamedSegment, Segment, Task,
+    TaskDone, TaskPhase, ToWorker, Welcome, from_worker, to_worker,
 };
 use sd_proto::{TOKEN_BYTES, TOKEN_FD};
 use shared_memory::{Shmem, ShmemConf};
@@ -43,10 +43,7 @@ struct Endpoint {
 impl Link for Endpoint {
     type AttachStream = Pin<Box<ReceiverStream<Result<ToWorker, Status>>>>;
 
-    async fn attach(
-        &self,
-        request: Request<Streaming<FromWorker>>,
-    ) -> Result<Response<Self::AttachStream>, Status> {
+    async fn attach(&self, request: Request<Streaming<FromWorker>>) -> Result<Response<Self::AttachStream>, Status> {
         let orders = self.orders.lock().expect("the lock").take().ok_or_else(|| Status::aborted("one worker only"))?;
         let (mut stream, said) = (request.into_inner(), self.said.clone());
         tokio::spawn(async move {
@@ -83,7 +80,8 @@ impl Drop for LinkedWorker {
 impl LinkedWorker {
     /// Starts a worker for a stage ("text", "diffusion", "vae") of the model in `folder` and welcomes it.
     pub fn start(stage: &str, model: &Path) -> Self {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("tokio");
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("tokio");
         let folder = tempfile::Builder::new().prefix("sdd-linked-").tempdir().expect("a folder");
         let socket = folder.path().join("link");
         let (orders, queue) = mpsc::channel(64);
@@ -257,8 +255,7 @@ impl Shared {
     pub fn input(role: &str, shape: &[u64], values: &[f32]) -> Self {
         let capacity = 4 * values.len() as u64;
         let shared = Self::new(role, shape, capacity, 0);
-        let header =
-            Header { element_type: ElementType::F32, shape: shape.to_vec(), capacity, writer: 0, sequence: 1 };
+        let header = Header { element_type: ElementType::F32, shape: shape.to_vec(), capacity, writer: 0, sequence: 1 };
         let fields = header.encode().expect("a header");
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         // SAFETY: the mapping has a header page and as many bytes as the values; no worker has heard of it yet.

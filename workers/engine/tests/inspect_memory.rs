@@ -10,6 +10,7 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use sd_engine::inspect::{ModelReport, Task, inspect};
 use sd_engine::models::{AutoencoderKl, ClipTextModel, TilePlan, Unet, VaeHalf};
+use sd_engine::ops::{Chunks, Linear, by_chunks, linear_add, linear_geglu};
 use sd_engine::residency::{LoadEvent, Uninterrupted};
 use sd_engine::testkit::{DefaultModel, Fixture};
 
@@ -118,6 +119,39 @@ fn measure(folder: &Path, sizes: &[(usize, usize)]) -> Result<()> {
     Ok(())
 }
 
+/// What chunks of rows leave of a pass, and the bound on it.
+fn check_chunks(folder: &Path) -> Result<()> {
+    let mut unet = Unet::load(&folder.join("unet"), &mut proceed)?;
+    let (side, conditioning) =
+        (64, Tensor::zeros((2, 77, unet.config().conditioning_width), DType::F32, &Device::Cpu)?);
+    let mut measure = |chunks| {
+        unet.set_chunks(chunks);
+        peak(|| {
+            let latents = Tensor::zeros((2, 4, side, side), DType::F32, &Device::Cpu)?;
+            Ok(unet.begin(&conditioning, None)?.forward(&latents, 1.0, &mut Uninterrupted)?)
+        })
+    };
+    measure(Chunks::default())?;
+    let whole = measure(Chunks::default())?;
+    let chunked = measure(Chunks { tokens: 256, mlp: 128 })?;
+    let flow = Unet::flow_in_chunks(unet.config());
+    let bound = 2 * (side * side) as u64 * flow.bytes_per_pixel() + 256 * flow.bytes_per_row() + (4 << 20);
+    println!("a pass took {whole} bytes, {chunked} in chunks, estimated {bound}");
+    // Feature maps that no chunk divides are most of what is left of a small model's pass.
+    anyhow::ensure!(chunked < whole / 10 * 9, "{chunked} of {whole} bytes are left in chunks");
+    anyhow::ensure!(chunked <= bound && bound <= 2 * chunked, "{chunked} bytes in chunks, estimated {bound}");
+    // The feed-forward layer alone: its wide rows are never more than a chunk.
+    let tensor = |shape: &[usize]| Tensor::ones(shape, DType::F32, &Device::Cpu);
+    let (x, wide) = (tensor(&[8192, 64])?, Linear::new(tensor(&[512, 64])?, None)?);
+    let narrow = Linear::new(tensor(&[64, 256])?, None)?;
+    let layer = |rows| peak(|| Ok(by_chunks(&x, rows, 64, |x| linear_add(&linear_geglu(x, &wide)?, &narrow, x))?));
+    layer(0)?;
+    let (whole, chunked) = (layer(0)?, layer(512)?);
+    println!("a feed-forward layer took {whole} bytes, {chunked} in chunks");
+    anyhow::ensure!(chunked < whole / 2, "{chunked} of {whole} bytes are left in chunks");
+    Ok(())
+}
+
 /// What tiles take against their estimate and against the whole, resident and streamed.
 fn measure_tiles(folder: &Path, [width, height]: [usize; 2], tiles: &[TilePlan], large: bool) -> Result<()> {
     let report = inspect(folder)?;
@@ -149,8 +183,16 @@ fn measure_tiles(folder: &Path, [width, height]: [usize; 2], tiles: &[TilePlan],
     Ok(())
 }
 
-/// Both tests count what the whole program allocates, so they take turns.
+/// All tests here count what the whole program allocates, so they take turns.
 static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+#[test]
+fn chunks_of_rows_take_less_and_no_more_than_estimated() -> Result<()> {
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let folder = tempfile::tempdir()?;
+    Fixture::open("sd21")?.write_model(folder.path())?;
+    check_chunks(folder.path())
+}
 
 #[test]
 fn tiles_take_what_is_estimated_and_less_than_half_of_the_whole() -> Result<()> {

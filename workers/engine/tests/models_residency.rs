@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 use anyhow::Result;
 use candle_core::Tensor;
 use sd_engine::models::{AutoencoderKl, AutoencoderKlConfig, ClipTextModel, ModelError, Unet, UnetConfig, VaeHalf};
+use sd_engine::ops::Chunks;
 use sd_engine::residency::{LoadEvent, Policy, Residency, Role, SegmentEvent, Storage, Uninterrupted};
 use sd_engine::testkit::{Fixture, compare};
 
@@ -243,6 +244,29 @@ fn memory_is_given_back_at_the_next_segment_of_a_run() -> Result<()> {
     assert!(after[0] <= total / 4, "{} of {total} bytes were kept", after[0]);
     unet.residency().unload();
     assert_eq!(unet.bytes(), 0);
+    Ok(())
+}
+
+#[test]
+fn rows_in_chunks_give_the_same_bytes() -> Result<()> {
+    let prepared = Prepared::new()?;
+    let mut unet = prepared.unet()?;
+    let mut text = ClipTextModel::open(&prepared.folder.path().join("text_encoder"))?;
+    let ids = vec![vec![1; 77], vec![2; 77]];
+    let whole = prepared.step(&unet, &mut Uninterrupted)?;
+    let encoded = text.forward(&ids, 0, &mut Uninterrupted)?.conditioning;
+    // Pieces of one row, of whole and broken kernel tiles, of more than one image, and of everything.
+    for rows in [1, 7, 24, 97, 150, 100_000] {
+        for chunks in
+            [Chunks { tokens: rows, mlp: 0 }, Chunks { tokens: 0, mlp: rows }, Chunks { tokens: rows, mlp: rows }]
+        {
+            unet.set_chunks(chunks);
+            text.set_chunks(chunks);
+            assert_eq!(compare(&prepared.step(&unet, &mut Uninterrupted)?, &whole)?, 0.0, "{chunks:?}");
+            let again = text.forward(&ids, 0, &mut Uninterrupted)?.conditioning;
+            assert_eq!(compare(&again, &encoded)?, 0.0, "{chunks:?}");
+        }
+    }
     Ok(())
 }
 

@@ -18,34 +18,28 @@ pub struct Flow {
     skips: f64,
     peak: f64,
     context: usize,
-<<<<<<< HEAD
     /// Numbers a pixel that are kept, by halvings.
     kept: BTreeMap<i32, usize>,
     /// All that is alive at once, by halvings: each different sum once.
     alive: Vec<BTreeMap<i32, usize>>,
-=======
     /// Whether rows go through some at a time, so that what lies between two products does not grow with the picture.
     chunked: bool,
     /// Most numbers a row of what does not.
     row: usize,
->>>>>>> 6f1eb56 (Compute rows in chunks where a task asks for it)
 }
 
 impl Flow {
     /// At the input, which has `channels`.
     pub fn new(channels: usize) -> Self {
         // The input comes channels-first and is turned.
-<<<<<<< HEAD
         let (kept, alive) = (BTreeMap::new(), vec![BTreeMap::from([(0, 2 * channels)])]);
-        Self { depth: 0, channels, skips: 0.0, peak: 2.0 * channels as f64, context: 0, kept, alive }
-=======
-        Self { depth: 0, channels, skips: 0.0, peak: 2.0 * channels as f64, context: 0, chunked: false, row: 0 }
+        let peak = 2.0 * channels as f64;
+        Self { depth: 0, channels, skips: 0.0, peak, context: 0, kept, alive, chunked: false, row: 0 }
     }
 
     /// The same model, computed in chunks of rows; [`Self::bytes_per_row`] is to be added for each row of a chunk.
     pub fn in_chunks(self) -> Self {
         Self { chunked: true, ..self }
->>>>>>> 6f1eb56 (Compute rows in chunks where a task asks for it)
     }
 
     /// Pixels of the feature map for each pixel of the input, at most.
@@ -125,7 +119,6 @@ impl Flow {
         (4.0 * self.peak).ceil() as u64
     }
 
-<<<<<<< HEAD
     /// Bytes for one input of `height` × `width` pixels, the halved sides rounded up as they are. Saturates.
     pub fn bytes_at(&self, height: u64, width: u64) -> u64 {
         let side = |side: u64, depth: i32| match depth {
@@ -139,11 +132,11 @@ impl Flow {
             })
         };
         self.alive.iter().map(sum).max().unwrap_or(0)
-=======
+    }
+
     /// Bytes for each row that goes through at once, in chunks; 0 where nothing is computed that way.
     pub fn bytes_per_row(&self) -> u64 {
         if self.chunked { 4 * self.row as u64 } else { 0 }
->>>>>>> 6f1eb56 (Compute rows in chunks where a task asks for it)
     }
 
     /// Bytes for each token of the conditioning.
