@@ -134,7 +134,7 @@ impl LinkedWorker {
     }
 
     /// What the worker says next.
-    pub fn next(&mut self) -> from_worker::Message {
+    pub fn next_message(&mut self) -> from_worker::Message {
         let next = async { tokio::time::timeout(PATIENCE, self.said.recv()).await };
         match self.runtime.block_on(next) {
             Ok(Some(message)) => message,
@@ -146,7 +146,7 @@ impl LinkedWorker {
     /// The first message that is wanted; what comes before it is passed over.
     pub fn until<T>(&mut self, mut wanted: impl FnMut(from_worker::Message) -> Option<T>) -> T {
         loop {
-            if let Some(found) = wanted(self.next()) {
+            if let Some(found) = wanted(self.next_message()) {
                 return found;
             }
         }
