@@ -1,5 +1,5 @@
 //! The same mixed load in every mode: forty jobs of three models under a budget that holds one model and little more. Jobs a
-//! minute, bytes that left the device, evictions, waits; `auto` also with the queue unread. Prints a table and ratios to the
+//! minute, bytes that left the device, evictions, waits. Prints a table and ratios to the
 //! best manual mode, and asserts nothing but that every job succeeds.
 //!
 //! `cargo bench -p sd-tests --bench residency [-- JOBS]`
@@ -114,9 +114,8 @@ async fn main() {
         "| mode | jobs a minute | left the device MiB | shrink, park, retire | waits | peak MiB |\n|---|---|---|---|---|---|"
     );
     let mut rates = BTreeMap::new();
-    let unread = ("auto, queue unread", options.clone().set("memory.offload_mode=auto").set("memory.read_queue=false"));
     let modes = MODES.map(|mode| (mode, options.clone().set(format!("memory.offload_mode={mode}"))));
-    for (mode, options) in modes.into_iter().chain([unread]) {
+    for (mode, options) in modes {
         let row = measure(&sandbox, &options, &requests).await;
         let rate = 60.0 * jobs as f64 / row.seconds;
         rates.insert(mode, rate);
@@ -133,5 +132,4 @@ async fn main() {
     }
     let manual = MODES[1..].iter().filter_map(|mode| rates.get(mode)).copied().fold(0.0, f64::max);
     println!("\nauto against the best manual mode: {:.3}", rates["auto"] / manual);
-    println!("auto against auto with the queue unread: {:.3}", rates["auto"] / rates["auto, queue unread"]);
 }
