@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use sd_engine::testkit::noise;
+use sd_proto::exit::WorkerExit;
 use sd_proto::worker::v1::task::Work;
 use sd_proto::worker::v1::{
     DenoiseWork, LeasePurpose, LoadWork, Task, TaskDone, TaskError, TaskMemory, WeightStorage, from_worker,
@@ -114,6 +115,7 @@ fn blocks_are_given_back_in_the_middle_of_sampling_and_taken_again_and_the_pictu
     let passing = u64::from(streamed.segments - streamed.resident_segments);
     assert_eq!(streamed.streamed_segments, passing * 30);
     assert_eq!(streamed.streamed_bytes, (total - streamed.weights_bytes) * 30);
+    assert!(streamed.peak_bytes + (total - small) / 2 < undisturbed.peak_bytes, "{streamed:?} after {undisturbed:?}");
 }
 
 #[test]
@@ -132,6 +134,27 @@ fn a_task_that_its_lease_does_not_hold_fails_as_out_of_memory_and_the_worker_liv
     worker.task(&load);
     let done = worker.done();
     assert!(done.weights_bytes > 0 && done.streamed_segments == 0, "{done:?}");
+}
+
+#[test]
+fn memory_that_the_system_refuses_ends_the_worker_as_out_of_memory() {
+    let mut worker = worker();
+    worker.grant(WEIGHTS, LeasePurpose::Weights, 1 << 30);
+    worker.task(&Task { task_id: 1, work: Some(Work::Load(LoadWork {})), ..Task::default() });
+    worker.done();
+    // What it has mapped, and a little: far from what a large picture takes.
+    let pid = worker.process().pid;
+    let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap();
+    let mapped = statm.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096;
+    let limit = libc::rlimit { rlim_cur: mapped + 16 * MIB, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: the limit is read, nothing is written.
+    assert_eq!(unsafe { libc::prlimit(pid, libc::RLIMIT_AS, &limit, std::ptr::null_mut()) }, 0);
+    // Kept until the worker has ended: its segments go with it.
+    let large = Denoise::new(8192, 2, TaskMemory::default());
+    worker.task(&large.task);
+    let (code, said) = worker.end();
+    assert_eq!(code, Some(WorkerExit::OutOfMemory.code()), "{said}");
+    assert!(said.contains("out of memory"), "{said}");
 }
 
 #[test]

@@ -14,4 +14,5 @@ pub use component::{component_files, weight_files_in};
 pub use error::WeightsError;
 pub use file::{SafetensorsFile, TensorEntry};
 pub use header::MAX_HEADER_BYTES;
+pub(crate) use weights::read_f32;
 pub use weights::{Naming, NonFinite, Precision, WeightSet, scan_non_finite};

@@ -192,7 +192,10 @@ impl WeightSet {
     /// # Errors
     /// As [`Self::check`].
     pub fn append_f32(&self, name: &str, shapes: &[&[usize]], out: &mut Vec<f32>) -> Result<(), WeightsError> {
-        append_f32(&self.check(name, shapes)?, out);
+        let tensor = self.check(name, shapes)?;
+        let before = out.len();
+        out.resize(before + tensor.shape.iter().product::<usize>(), 0.0);
+        read_f32(&tensor, 0, &mut out[before..]);
         Ok(())
     }
 
@@ -211,26 +214,33 @@ impl WeightSet {
     }
 }
 
-/// Appends the numbers of `tensor`, whose type must be F32, F16 or BF16, as f32.
-fn append_f32(tensor: &TensorEntry<'_>, out: &mut Vec<f32>) {
+/// Reads numbers of `tensor` from number `at` on into all of `out`, as f32. Its type must be F32, F16 or BF16.
+///
+/// # Panics
+/// If the tensor ends before.
+pub(crate) fn read_f32(tensor: &TensorEntry<'_>, at: usize, out: &mut [f32]) {
     /// Numbers converted at a time, so that the conversion works on a buffer in the cache.
     const CHUNK: usize = 4096;
-    let pairs = |bytes: &[u8], i: usize| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]);
+    let bytes = |size: usize| &tensor.bytes[at * size..(at + out.len()) * size];
     match tensor.dtype {
         Dtype::F16 => {
             let mut buffer = [f16::ZERO; CHUNK];
-            for bytes in tensor.bytes.chunks(2 * CHUNK) {
-                let n = bytes.len() / 2;
-                for (i, half) in buffer[..n].iter_mut().enumerate() {
-                    *half = f16::from_bits(pairs(bytes, i));
+            for (bytes, out) in bytes(2).chunks(2 * CHUNK).zip(out.chunks_mut(CHUNK)) {
+                let halves = &mut buffer[..out.len()];
+                for (half, pair) in halves.iter_mut().zip(bytes.chunks_exact(2)) {
+                    *half = f16::from_le_bytes([pair[0], pair[1]]);
                 }
-                let start = out.len();
-                out.resize(start + n, 0.0);
-                buffer[..n].convert_to_f32_slice(&mut out[start..]);
+                halves.convert_to_f32_slice(out);
             }
         }
-        Dtype::BF16 => out.extend(tensor.bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())),
-        _ => out.extend(tensor.bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
+        Dtype::BF16 => {
+            let pairs = bytes(2).chunks_exact(2);
+            out.iter_mut().zip(pairs).for_each(|(to, b)| *to = bf16::from_le_bytes([b[0], b[1]]).to_f32());
+        }
+        _ => {
+            let words = bytes(4).chunks_exact(4);
+            out.iter_mut().zip(words).for_each(|(to, b)| *to = f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+        }
     }
 }
 
@@ -240,9 +250,9 @@ pub fn scan_non_finite(weights: &WeightSet) -> Vec<NonFinite> {
     let mut found = Vec::new();
     for file in &weights.files {
         for tensor in file.tensors() {
-            let mut numbers = Vec::new();
+            let mut numbers = vec![0f32; tensor.shape.iter().product()];
             match tensor.dtype {
-                Dtype::F32 | Dtype::F16 | Dtype::BF16 => append_f32(&tensor, &mut numbers),
+                Dtype::F32 | Dtype::F16 | Dtype::BF16 => read_f32(&tensor, 0, &mut numbers),
                 _ => continue,
             }
             let count = numbers.iter().filter(|v| !v.is_finite()).count();

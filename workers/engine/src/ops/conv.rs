@@ -8,10 +8,10 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, bail};
 
 use super::kernel::MR;
-use super::packed::Packed;
+use super::packed::{Packed, WeightRows, with_rows};
 use super::pointwise::Activation;
 use super::product::{Epilogue, Rows, product, product_tensor, slot};
-use super::tensor::{Output, to_vec, with_slice};
+use super::tensor::{Output, with_slice};
 use super::transforms::WIDE;
 use super::winograd::{self, Winograd};
 
@@ -74,15 +74,29 @@ impl Conv2d {
     /// # Errors
     /// If the shapes do not fit each other or `stride` is zero.
     pub fn new(weight: Tensor, bias: Option<Tensor>, stride: usize, padding: Padding) -> Result<Self> {
-        let (n, in_channels, kh, kw) = weight.dims4()?;
+        let (n, c, kh, kw) = weight.dims4()?;
+        with_rows(&weight, n, |rows| Self::of_rows(rows, bias.as_ref(), [n, c, kh, kw], stride, padding))
+    }
+
+    /// From the rows of a weight `[Cout, Cin, kh, kw]`, wherever they come from, and `bias` `[Cout]`.
+    ///
+    /// # Errors
+    /// If the shapes do not fit each other or `stride` is zero.
+    pub fn of_rows(
+        weight: &WeightRows<'_>,
+        bias: Option<&Tensor>,
+        [n, in_channels, kh, kw]: [usize; 4],
+        stride: usize,
+        padding: Padding,
+    ) -> Result<Self> {
         if stride == 0 {
             bail!("conv2d: stride must be at least 1, got 0");
         }
         let method = Method::of(n, in_channels, (kh, kw), stride);
-        let packed = with_slice(&weight, |w| match method {
-            Method::Direct => Packed::new(w, bias.as_ref(), n, kh * kw, in_channels),
-            Method::Winograd => winograd::pack(w, bias.as_ref(), n, in_channels),
-        })?;
+        let packed = match method {
+            Method::Direct => Packed::new(weight, bias, n, kh * kw, in_channels),
+            Method::Winograd => winograd::pack(weight, bias, n, in_channels),
+        }?;
         Ok(Self { packed, method, kernel: (kh, kw), in_channels, stride, padding })
     }
 
@@ -247,17 +261,28 @@ impl UpsampleConv2d {
         if (kh, kw) != (3, 3) {
             bail!("upsampling conv2d: the kernel must be 3×3, got weight {:?}", weight.shape());
         }
-        let weight = to_vec(&weight)?;
+        with_rows(&weight, n, |rows| Self::of_rows(rows, bias.as_ref(), n, in_channels))
+    }
+
+    /// From the rows of a weight `[Cout, Cin, 3, 3]`, wherever they come from, and `bias` `[Cout]`.
+    ///
+    /// # Errors
+    /// If the bias does not fit.
+    pub fn of_rows(weight: &WeightRows<'_>, bias: Option<&Tensor>, n: usize, in_channels: usize) -> Result<Self> {
         let phase = |py: usize, px: usize| {
             // Even lines see taps {0} and {1, 2}, odd ones {0, 1} and {2}.
             let side = |parity: usize, tap: usize| usize::from(tap > parity);
-            let mut sums = vec![0f32; n * in_channels * 4];
-            for (sums, taps) in sums.chunks_exact_mut(4).zip(weight.chunks_exact(9)) {
-                for (tap, &v) in taps.iter().enumerate() {
-                    sums[side(py, tap / 3) * 2 + side(px, tap % 3)] += v;
+            let sums = |row: usize, sums: &mut [f32]| {
+                let mut taps = vec![0f32; in_channels * 9];
+                weight(row, &mut taps);
+                sums.fill(0.0);
+                for (sums, taps) in sums.chunks_exact_mut(4).zip(taps.chunks_exact(9)) {
+                    for (tap, &v) in taps.iter().enumerate() {
+                        sums[side(py, tap / 3) * 2 + side(px, tap % 3)] += v;
+                    }
                 }
-            }
-            Packed::new(&sums, bias.as_ref(), n, 4, in_channels)
+            };
+            Packed::new(&sums, bias, n, 4, in_channels)
         };
         Ok(Self { phases: [phase(0, 0)?, phase(0, 1)?, phase(1, 0)?, phase(1, 1)?], in_channels })
     }

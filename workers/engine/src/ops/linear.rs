@@ -3,7 +3,7 @@
 use candle_core::{D, Result, Tensor, bail};
 
 use super::kernel::NR;
-use super::packed::Packed;
+use super::packed::{Packed, WeightRows, with_rows};
 use super::pointwise::{Activation, geglu};
 use super::product::{Dense, Epilogue, gated_tensor, product_tensor};
 use super::tensor::with_slice;
@@ -22,8 +22,15 @@ impl Linear {
     /// If the shapes do not fit each other.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
         let (n, k) = weight.dims2()?;
-        let packed = with_slice(&weight, |w| Packed::new(w, bias.as_ref(), n, 1, k))?;
-        Ok(Self { packed, k })
+        with_rows(&weight, n, |rows| Self::of_rows(rows, bias.as_ref(), [n, k]))
+    }
+
+    /// From the rows of a weight `[N, K]`, wherever they come from, and `bias` `[N]`.
+    ///
+    /// # Errors
+    /// If the shapes do not fit each other.
+    pub fn of_rows(weight: &WeightRows<'_>, bias: Option<&Tensor>, [n, k]: [usize; 2]) -> Result<Self> {
+        Ok(Self { packed: Packed::new(weight, bias, n, 1, k)?, k })
     }
 
     /// `K`, the width of the input.

@@ -37,6 +37,7 @@ pub use layout::{concat_channels, nchw_to_nhwc, nhwc_to_nchw, upsample_nearest2x
 pub use linear::{Linear, linear, linear_add, linear_geglu};
 pub use moments::{ChannelMoments, GroupScale};
 pub use norm::{group_norm, layer_norm, rms_norm};
+pub use packed::WeightRows;
 pub use pointwise::{Activation, activate, add, geglu, silu};
 pub use rounding::{ComputeType, round};
 pub use simd::backend;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor, bail};
 
 use super::kernel::{Line, NR};
-use super::tensor::to_vec;
+use super::tensor::{to_vec, with_slice};
 use super::threads::parallel;
 
 /// Outputs up to which a matrix is thin: a panel would be mostly padding.
@@ -38,12 +38,32 @@ impl std::fmt::Debug for Packed {
     }
 }
 
+/// Writes row `.0` of a weight, its numbers in the order of weight files; called by several threads. So a weight is packed a
+/// panel at a time, and never lies in memory twice.
+pub type WeightRows<'a> = dyn Fn(usize, &mut [f32]) + Sync + 'a;
+
+/// Calls `f` with the rows of a weight in memory that has `n` of them.
+pub(super) fn with_rows<R>(weight: &Tensor, n: usize, f: impl FnOnce(&WeightRows<'_>) -> Result<R>) -> Result<R> {
+    with_slice(weight, |w| {
+        let k = w.len() / n.max(1);
+        f(&|row, out| out.copy_from_slice(&w[row * k..(row + 1) * k]))
+    })
+}
+
 impl Packed {
-    /// From `[n, depth, taps]`, the order of weight files.
-    pub(super) fn new(weight: &[f32], bias: Option<&Tensor>, n: usize, taps: usize, depth: usize) -> Result<Self> {
+    /// From `n` rows of `[depth, taps]`, the order of weight files.
+    ///
+    /// Working set: a panel's sixteen rows a thread.
+    pub(super) fn new(
+        weight: &WeightRows<'_>,
+        bias: Option<&Tensor>,
+        n: usize,
+        taps: usize,
+        depth: usize,
+    ) -> Result<Self> {
         let k = taps * depth;
-        if weight.len() != n * k || n == 0 || k == 0 {
-            bail!("ops: a weight of {} elements is not {n} × {depth} × {taps}", weight.len());
+        if n == 0 || k == 0 {
+            bail!("ops: a weight of {n} × {depth} × {taps} has no elements");
         }
         let bias = match bias {
             Some(b) if b.dims() == [n] => Some(to_vec(b)?.into()),
@@ -51,8 +71,9 @@ impl Packed {
             None => None,
         };
         let order = if is_thin(n, taps, depth) {
-            let mut rows = vec![0f32; n * k];
-            for (to, from) in rows.chunks_exact_mut(k).zip(weight.chunks_exact(k)) {
+            let (mut rows, mut from) = (vec![0f32; n * k], vec![0f32; k]);
+            for (row, to) in rows.chunks_exact_mut(k).enumerate() {
+                weight(row, &mut from);
                 for d in 0..depth {
                     for t in 0..taps {
                         to[t * depth + d] = from[d * taps + t];
@@ -127,7 +148,7 @@ fn is_thin(n: usize, taps: usize, depth: usize) -> bool {
     n <= THIN && depth.is_multiple_of(THIN_LANES) && taps * depth >= 64
 }
 
-fn panels(weight: &[f32], n: usize, taps: usize, depth: usize) -> Result<Arc<[Line]>> {
+fn panels(weight: &WeightRows<'_>, n: usize, taps: usize, depth: usize) -> Result<Arc<[Line]>> {
     let k = taps * depth;
     let count = n.div_ceil(NR) * k;
     let mut lines = Arc::<[Line]>::new_uninit_slice(count);
@@ -138,7 +159,8 @@ fn panels(weight: &[f32], n: usize, taps: usize, depth: usize) -> Result<Arc<[Li
     parallel(n.div_ceil(NR), n * k, |panel| {
         // SAFETY: panels are disjoint ranges of `lines`.
         let lines = unsafe { shared.slice(panel * k, k) };
-        let rows = &weight[panel * NR * k..(n * k).min((panel + 1) * NR * k)];
+        let mut rows = vec![0f32; (n - panel * NR).min(NR) * k];
+        rows.chunks_exact_mut(k).enumerate().for_each(|(at, row)| weight(panel * NR + at, row));
         for d in 0..depth {
             for t in 0..taps {
                 let line = &mut lines[t * depth + d];

@@ -11,7 +11,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::conv::Padding;
 use super::kernel::{Line, MR, NR, Start, Tile, kernel};
-use super::packed::{Order, Packed};
+use super::packed::{Order, Packed, WeightRows};
 use super::pointwise::activate_in_place;
 use super::product::{Epilogue, K_BLOCK};
 use super::tensor::{Output, Shared};
@@ -21,19 +21,19 @@ use super::transforms::{POINTS, from_points, to_points};
 /// Tiles that are computed together; a multiple of the kernel's rows.
 const TILES: usize = 36;
 
-/// `G g Gᵀ` of `[n, cin, 3, 3]`, packed.
-pub(super) fn pack(weight: &[f32], bias: Option<&Tensor>, n: usize, cin: usize) -> Result<Packed> {
-    if weight.len() != n * cin * 9 {
-        bail!("conv2d: a weight of {} elements is not {n} × {cin} × 3 × 3", weight.len());
-    }
+/// `G g Gᵀ` of `n` rows of `[cin, 3, 3]`, packed.
+pub(super) fn pack(weight: &WeightRows<'_>, bias: Option<&Tensor>, n: usize, cin: usize) -> Result<Packed> {
     // Of each line of three: g0, (g0 + g1 + g2) / 2, (g0 − g1 + g2) / 2, g2.
     let line = |g: [f64; 3]| [g[0], (g[0] + g[1] + g[2]) / 2.0, (g[0] - g[1] + g[2]) / 2.0, g[2]];
-    let mut points = Vec::with_capacity(n * cin * POINTS);
-    for g in weight.chunks_exact(9) {
-        let rows: [[f64; 4]; 3] = std::array::from_fn(|y| line(std::array::from_fn(|x| f64::from(g[3 * y + x]))));
-        let columns: [[f64; 4]; 4] = std::array::from_fn(|x| line([rows[0][x], rows[1][x], rows[2][x]]));
-        points.extend((0..POINTS).map(|p| columns[p % 4][p / 4] as f32));
-    }
+    let points = |row: usize, points: &mut [f32]| {
+        let mut filters = vec![0f32; cin * 9];
+        weight(row, &mut filters);
+        for (points, g) in points.chunks_exact_mut(POINTS).zip(filters.chunks_exact(9)) {
+            let rows: [[f64; 4]; 3] = std::array::from_fn(|y| line(std::array::from_fn(|x| f64::from(g[3 * y + x]))));
+            let columns: [[f64; 4]; 4] = std::array::from_fn(|x| line([rows[0][x], rows[1][x], rows[2][x]]));
+            points.iter_mut().enumerate().for_each(|(p, to)| *to = columns[p % 4][p / 4] as f32);
+        }
+    };
     Packed::new(&points, bias, n, POINTS, cin)
 }
 

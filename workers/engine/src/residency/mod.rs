@@ -17,7 +17,7 @@ mod plan;
 mod ring;
 mod segment;
 
-pub use bindings::{Bindings, ParameterSource};
+pub use bindings::{Bindings, Numbers, ParameterSource};
 pub use declare::{ConvId, ConvShape, Declarations, LayerSpec, LinearId, NormId, Parameter, Role, TableId, UpsampleId};
 pub use executor::{Executor, ExecutorError};
 pub use flow::Flow;

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::formats::{WeightSet, WeightsError};
 use crate::ops::ComputeType;
-use crate::residency::{Parameter, ParameterSource};
+use crate::residency::{Numbers, Parameter, ParameterSource};
 
 /// Files of weights, whose numbers are rounded to what is computed in.
 #[derive(Debug)]
@@ -29,14 +29,24 @@ impl Source {
 }
 
 impl ParameterSource for Source {
-    fn append(&self, parameter: &Parameter, out: &mut Vec<f32>) -> Result<(), WeightsError> {
-        let before = out.len();
-        self.weights.append(parameter, out)?;
-        self.compute().round(&mut out[before..]);
-        Ok(())
+    fn open(&self, parameter: &Parameter) -> Result<Box<dyn Numbers + '_>, WeightsError> {
+        Ok(Box::new(Rounded { numbers: self.weights.open(parameter)?, compute: self.compute() }))
     }
 
     fn let_go(&self, parameter: &Parameter) {
         ParameterSource::let_go(&self.weights, parameter);
+    }
+}
+
+/// Numbers as the type that is computed in has them.
+struct Rounded<'a> {
+    numbers: Box<dyn Numbers + 'a>,
+    compute: ComputeType,
+}
+
+impl Numbers for Rounded<'_> {
+    fn read(&self, at: usize, out: &mut [f32]) {
+        self.numbers.read(at, out);
+        self.compute.round(out);
     }
 }
