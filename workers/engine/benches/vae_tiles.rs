@@ -2,54 +2,29 @@
 //!
 //! `cargo bench -p sd-engine --bench vae_tiles -- [--threads=N] [--rounds=N] [--size=PIXELS] [--folder=VAE]`. Times are the fastest of all
 //! rounds; bytes are the most that was allocated at once beside the weights, and the estimate that admission goes by.
-#![allow(unsafe_code)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use sd_engine::models::{AutoencoderKl, TilePlan, VaeHalf};
 use sd_engine::ops;
 use sd_engine::residency::{LoadEvent, Uninterrupted};
-use sd_engine::testkit::noise;
-
-struct Counting;
-
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call goes to the system's allocator as it is; counting touches atomics alone.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        PEAK.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
+use sd_engine::testkit::{CountingAllocator, noise};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 /// The fastest of `rounds`, and the most bytes of the last.
 fn measure(rounds: usize, mut work: impl FnMut() -> Result<()>) -> Result<(Duration, usize)> {
     let (mut fastest, mut bytes) = (Duration::MAX, 0);
     for _ in 0..rounds {
-        let before = NOW.load(Ordering::Relaxed);
-        PEAK.store(before, Ordering::Relaxed);
         let start = Instant::now();
-        work()?;
+        let (done, peak) = ALLOCATOR.peak_of(&mut work);
+        done?;
         fastest = fastest.min(start.elapsed());
-        bytes = PEAK.load(Ordering::Relaxed) - before;
+        bytes = peak as usize;
     }
     Ok((fastest, bytes))
 }

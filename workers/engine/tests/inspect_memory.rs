@@ -1,10 +1,7 @@
 //! The estimate of each task's memory against what an allocator counts. It has a program of its own, since the count is
 //! of everything in the process.
-#![allow(unsafe_code)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -12,38 +9,15 @@ use sd_engine::inspect::{ModelReport, Task, inspect};
 use sd_engine::models::{AutoencoderKl, ClipTextModel, TilePlan, Unet, VaeHalf};
 use sd_engine::ops::{Chunks, Linear, by_chunks, linear_add, linear_geglu};
 use sd_engine::residency::{LoadEvent, Uninterrupted};
-use sd_engine::testkit::{DefaultModel, Fixture};
-
-struct Counting;
-
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call goes to the system's allocator as it is; counting touches atomics alone.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        PEAK.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
+use sd_engine::testkit::{CountingAllocator, DefaultModel, Fixture};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 /// The largest sum of bytes that `work` had allocated at once, beyond what was there before.
 fn peak<T>(work: impl FnOnce() -> Result<T>) -> Result<u64> {
-    let before = NOW.load(Ordering::Relaxed);
-    PEAK.store(before, Ordering::Relaxed);
-    drop(work()?);
-    Ok((PEAK.load(Ordering::Relaxed) - before) as u64)
+    let (done, bytes) = ALLOCATOR.peak_of(work);
+    done.map(|_| bytes)
 }
 
 fn proceed(_: &LoadEvent<'_>) -> std::ops::ControlFlow<()> {

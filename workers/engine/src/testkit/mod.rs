@@ -3,6 +3,7 @@
 //! Fixtures are in `tests/fixtures` of the repository; the README there says how they were made.
 
 mod compare;
+mod counting;
 mod default_model;
 mod fixture;
 mod layouts;
@@ -10,6 +11,7 @@ mod seeded;
 mod write;
 
 pub use compare::{compare, compare_sliced};
+pub use counting::CountingAllocator;
 pub use default_model::DefaultModel;
 pub use fixture::{Fixture, FixtureError, fixtures};
 pub use layouts::{Case, Layouts, Network, SlicedTensor, TextRun, UnetRunShape, VaeRunShape};
