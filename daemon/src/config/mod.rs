@@ -12,6 +12,7 @@ mod places;
 pub mod presets;
 mod print;
 mod raw;
+mod spellings;
 mod values;
 
 use std::collections::{BTreeMap, BTreeSet};

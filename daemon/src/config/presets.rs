@@ -7,8 +7,9 @@ use serde::{Serialize, Serializer};
 use std::fmt;
 use std::str::FromStr;
 
-use super::memory::{Count, Gigabytes, PRESET_KEYS, RawMemory, Storage, TextStorage, VaeType, read_as_text, words};
+use super::memory::{Count, Gigabytes, PRESET_KEYS, RawMemory, Storage, TextStorage, VaeType};
 use super::raw::KEYS;
+use super::spellings::{read_as_text, words};
 use super::values::Text;
 
 /// Bytes of a diffusion block for which the presets' counts were made.

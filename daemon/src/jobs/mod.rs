@@ -16,6 +16,7 @@ pub mod durable;
 pub(crate) mod fixtures;
 pub mod limits;
 pub mod log;
+mod owner;
 pub mod queue;
 pub mod request;
 pub mod service;

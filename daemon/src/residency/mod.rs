@@ -20,6 +20,7 @@ mod lease;
 mod ledger;
 pub mod peaks;
 pub mod policy;
+mod readings;
 mod service;
 mod view;
 

@@ -13,6 +13,7 @@
 //! * [`conditioning`]: what the text encoder wrote before, kept.
 //! * [`resume`]: whether a lost run is run again; [`checkpoint`]: from where; [`quarantine`]: and when no more.
 
+mod attempt;
 pub mod checkpoint;
 pub mod conditioning;
 pub mod dispatch;

@@ -17,7 +17,7 @@ const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-m
 
 /// The driver of this host's NVIDIA GPUs.
 pub struct Nvml {
-    library: nvml_wrapper::Nvml,
+    nvml: nvml_wrapper::Nvml,
 }
 
 impl std::fmt::Debug for Nvml {
@@ -36,7 +36,7 @@ impl Nvml {
         let mut last = None;
         for path in LIBRARIES {
             match nvml_wrapper::Nvml::builder().lib_path(OsStr::new(path)).init() {
-                Ok(library) => return Ok(Self { library }),
+                Ok(nvml) => return Ok(Self { nvml }),
                 Err(error @ NvmlError::LibloadingError(_)) => last = last.or(Some(error)),
                 Err(error) => return Err(judge(error, "the driver")),
             }
@@ -46,7 +46,7 @@ impl Nvml {
     }
 
     fn device(&self, gpu: &DeviceId) -> Result<Device<'_>, GpuError> {
-        self.library.device_by_uuid(gpu.as_str()).map_err(|error| match error {
+        self.nvml.device_by_uuid(gpu.as_str()).map_err(|error| match error {
             // It was there when the devices were listed.
             NvmlError::NotFound => GpuError::Lost(format!("{gpu} is no longer there")),
             error => judge(error, gpu),
@@ -112,17 +112,16 @@ fn process(info: ProcessInfo) -> GpuProcess {
 
 impl GpuSource for Nvml {
     fn driver(&self) -> Result<DriverFacts, GpuError> {
-        let driver = self.library.sys_driver_version().map_err(|error| judge(error, "the driver's version"))?;
-        let cuda = self.library.sys_cuda_driver_version().map_err(|error| judge(error, "the driver's CUDA version"))?;
+        let driver = self.nvml.sys_driver_version().map_err(|error| judge(error, "the driver's version"))?;
+        let cuda = self.nvml.sys_cuda_driver_version().map_err(|error| judge(error, "the driver's CUDA version"))?;
         Ok(DriverFacts { driver, cuda: format!("{}.{}", cuda / 1000, cuda % 1000 / 10) })
     }
 
     fn gpus(&self) -> Result<GpuList, GpuError> {
-        let count = self.library.device_count().map_err(|error| judge(error, "the number of GPUs"))?;
+        let count = self.nvml.device_count().map_err(|error| judge(error, "the number of GPUs"))?;
         let mut list = GpuList::default();
         for index in 0..count {
-            let device =
-                self.library.device_by_index(index).map_err(|error| judge(error, format!("GPU number {index}")));
+            let device = self.nvml.device_by_index(index).map_err(|error| judge(error, format!("GPU number {index}")));
             match device.and_then(|device| facts(&device)) {
                 Ok(facts) => list.gpus.push(facts),
                 // One that is lost must not hide the others.

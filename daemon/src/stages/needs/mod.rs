@@ -3,30 +3,30 @@
 //! Admission and dispatch ask the same estimator, so the number that a request is admitted by is the number that its
 //! workers are leased.
 
+mod fitting;
+#[cfg(test)]
+mod tests;
+
 use std::collections::HashMap;
-use std::future::Future;
-use std::path::Path;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use sd_proto::v1::{MemoryRequest, NumericPlan, Stage};
+use sd_proto::v1::{NumericPlan, Stage};
 use sd_proto::worker::v1::ElementType;
 
-use super::checkpoint::SLOTS;
-use super::dispatch::Needs;
-use super::dryrun::{DryRunner, Found, Question};
-use super::memory::{MemoryPlan, Resident, TILES};
-use super::plan::{Grouping, StagePlan, worker_stage};
-use super::sizes::{checkpoint_capacity, chunk_bound, tensor};
 use crate::arena::Arena;
 use crate::config::Memory;
 use crate::ids::DeviceId;
-use crate::jobs::admission::{Fits, StageNeed};
+use crate::jobs::admission::StageNeed;
 use crate::jobs::request::Admitted;
-use crate::models::Model;
 use crate::models::report::TaskReport;
 use crate::residency::estimate::{Estimate, Estimator, Formula, Shape, TaskKey, TaskSize};
 use crate::residency::{LeasePart, Purpose};
+use crate::stages::checkpoint::SLOTS;
+use crate::stages::dispatch::Needs;
+use crate::stages::dryrun::{DryRunner, Question};
+use crate::stages::memory::Resident;
+use crate::stages::plan::{Grouping, StagePlan};
+use crate::stages::sizes::{checkpoint_capacity, chunk_bound, tensor};
 
 /// Dry runs that are remembered; the oldest models' go first when there are more.
 const REMEMBERED: usize = 4096;
@@ -342,271 +342,5 @@ impl Needs for DeviceNeeds {
             weights_bytes
         };
         self.estimator.learn(&task, held, peak_bytes);
-    }
-}
-
-impl Fits for DeviceNeeds {
-    fn needs(&self, request: &Admitted) -> Vec<StageNeed> {
-        let plan = StagePlan::of(&Admitted { count: 1, ..request.clone() }, Grouping::ByStage);
-        let mut needs: Vec<StageNeed> = Vec::new();
-        for run in plan.runs() {
-            let Some(need) = self.need(request, run.stage) else { continue };
-            // Both halves of the autoencoder run in one process: the larger need counts.
-            match needs.iter_mut().find(|other| worker_stage(other.stage) == worker_stage(run.stage)) {
-                Some(other) if other.total() < need.total() => *other = need,
-                Some(_) => {}
-                None => needs.push(need),
-            }
-        }
-        needs
-    }
-
-    fn limit(&self, request: &Admitted) -> u64 {
-        self.limit_of(request)
-    }
-
-    fn device(&self) -> String {
-        self.device.to_string()
-    }
-
-    fn plans(&self, model: &Model, asked: Option<&MemoryRequest>) -> (MemoryPlan, NumericPlan) {
-        let memory = MemoryPlan::resolve(&self.memory.of(&model.name), asked);
-        let plan = NumericPlan {
-            version: model.report.numerics_version,
-            device: self.device.to_string(),
-            dtype: "f32".into(),
-            backend: model.report.backend.clone(),
-            batch: 1,
-            vae_tile: 0,
-            vae_tile_overlap: 0,
-            vae_dtype: type_name(memory.vae.element_type).into(),
-        };
-        (memory, plan)
-    }
-
-    fn choose_tiles(&self, request: &mut Admitted) {
-        let tiling = request.memory.tiling;
-        let with = |request: &mut Admitted, edge| {
-            let Admitted { memory, plan, width, height, .. } = request;
-            // A picture that is no larger than a tile is whole.
-            memory.set_tiles(plan, if edge < (*width).max(*height) { edge } else { 0 });
-        };
-        let named = (tiling.size > 0).then_some(tiling.size);
-        match tiling.wanted {
-            Some(false) => with(request, 0),
-            Some(true) => match named {
-                Some(edge) => with(request, edge),
-                None => self.first_that_fits(request),
-            },
-            None => {
-                with(request, 0);
-                if !self.vae_fits(request) {
-                    match named {
-                        Some(edge) => with(request, edge),
-                        None => self.first_that_fits(request),
-                    }
-                }
-            }
-        }
-    }
-
-    fn prepare<'a>(&'a self, request: &'a Admitted) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>> {
-        Box::pin(self.dry_run(request))
-    }
-}
-
-impl DeviceNeeds {
-    /// The largest tiles that fit, else the smallest there are; one at a time where several do not fit.
-    fn first_that_fits(&self, request: &mut Admitted) {
-        let batch = request.memory.vae.batch;
-        for edge in TILES {
-            for batch in [batch, 1] {
-                request.memory.vae.batch = batch;
-                let Admitted { memory, plan, .. } = request;
-                memory.set_tiles(plan, edge);
-                if self.vae_fits(request) {
-                    return;
-                }
-            }
-        }
-    }
-}
-
-/// Runs the worker program's dry run.
-impl DryRunner for crate::workers::Workers {
-    fn dry_run<'a>(&'a self, folder: &'a Path, question: &'a Question) -> Found<'a> {
-        Box::pin(async move {
-            let report = self.estimate(folder, &question.arguments()).await.map_err(|error| error.to_string())?;
-            super::dryrun::answer(&report)
-        })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::memory::RawMemory;
-    use crate::jobs::fixtures;
-    use crate::jobs::request::{ImageFile, InitialImage};
-    use crate::residency::estimate::Source;
-
-    const MIB: u64 = 1 << 20;
-
-    fn needs() -> DeviceNeeds {
-        DeviceNeeds::new(DeviceId::cpu(), 1 << 30, Estimator::cpu())
-    }
-
-    /// A device of so many bytes, and a request under this table.
-    fn under(budget: u64, table: &str) -> (DeviceNeeds, Admitted) {
-        let daemon: RawMemory = toml::from_str(table).unwrap();
-        let needs = DeviceNeeds::new(DeviceId::cpu(), budget, Estimator::cpu())
-            .configured(Memory { daemon, models: std::collections::BTreeMap::new() });
-        let mut request = fixtures::admitted();
-        (request.memory, request.plan) = needs.plans(&request.model, None);
-        (needs, request)
-    }
-
-    fn weights(needs: &DeviceNeeds, request: &Admitted, stage: Stage) -> (u64, u64) {
-        let parts = needs.parts(request, stage, None);
-        let part = parts.iter().find(|part| part.purpose == Purpose::Weights).unwrap();
-        (part.min, part.want)
-    }
-
-    #[test]
-    fn a_larger_picture_needs_more_where_pixels_matter() {
-        let (needs, small) = (needs(), fixtures::admitted());
-        let large = Admitted { width: 512, height: 512, ..small.clone() };
-        let of = |request: &Admitted, stage| needs.estimate(request, stage, None).unwrap().working_set;
-        assert_eq!(of(&small, Stage::Encode), of(&large, Stage::Encode));
-        assert!(of(&small, Stage::Denoise) < of(&large, Stage::Denoise));
-        assert!(of(&small, Stage::Decode) < of(&large, Stage::Decode));
-        assert_eq!(Fits::needs(&needs, &small).len(), 3, "one entry a process");
-    }
-
-    #[test]
-    fn what_admission_counts_is_what_is_leased() {
-        for (budget, table) in
-            [(1 << 30, ""), (60 * MIB, ""), (1 << 30, "dit_gpu_blocks = 2"), (1 << 30, "offload_mode = \"none\"")]
-        {
-            let (needs, request) = under(budget, table);
-            for need in Fits::needs(&needs, &request) {
-                let parts = needs.parts(&request, need.stage, None);
-                assert_eq!(parts.iter().map(|part| part.min).sum::<u64>(), need.least(), "{:?}", need.stage);
-                assert!(parts.iter().map(|part| part.want).sum::<u64>() <= need.total());
-            }
-        }
-    }
-
-    #[test]
-    fn image_to_image_counts_both_halves_of_the_autoencoder() {
-        let (needs, plain) = (needs(), fixtures::admitted());
-        let initial = InitialImage { image: ImageFile::new(b"x"), mask: None, strength: 0.5 };
-        let from_image = Admitted { initial: Some(initial), ..plain.clone() };
-        let want = |request: &Admitted| weights(&needs, request, Stage::Decode).1;
-        assert!(want(&plain) < want(&from_image));
-        assert_eq!(Fits::needs(&needs, &from_image).len(), 3, "the autoencoder is one process");
-    }
-
-    #[test]
-    fn known_tokens_count_instead_of_the_bound() {
-        let needs = needs();
-        let request = Admitted { prompt: "word ".repeat(1000), ..fixtures::admitted() };
-        let of = |tokens| needs.estimate(&request, Stage::Denoise, tokens).unwrap().working_set;
-        assert!(of(Some(2 * 14 * 77)) < of(None));
-    }
-
-    #[test]
-    fn weights_are_streamed_only_where_mode_and_room_say_so() {
-        let (roomy, request) = under(1 << 30, "");
-        let (_, task) = request.model.report.task(Stage::Denoise).unwrap();
-        let (all, ring) = (task.weights_bytes, task.largest_segment_bytes);
-        assert_eq!(weights(&roomy, &request, Stage::Denoise), (ring, all), "auto may be revised down to the ring");
-        for mode in ["none", "cond_only", "cond_diffusion", "aggressive"] {
-            let (needs, request) = under(1 << 30, &format!("offload_mode = \"{mode}\""));
-            assert_eq!(weights(&needs, &request, Stage::Denoise), (all, all), "{mode}");
-        }
-        let (ahead, request) = under(1 << 30, "streaming_prefetch = 1");
-        assert_eq!(weights(&ahead, &request, Stage::Denoise).0, 2 * ring);
-        let (tight, request) = under(60 * MIB, "");
-        let (least, want) = weights(&tight, &request, Stage::Denoise);
-        assert!(least == ring && ring < want && want < all, "{least} {want}");
-    }
-
-    #[test]
-    fn no_preset_streams_what_its_grant_holds_whole_and_counts_of_users_do() {
-        for preset in ["auto", "24gb", "16gb", "12gb", "8gb", "minimal"] {
-            let (needs, request) = under(1 << 30, &format!("preset = \"{preset}\""));
-            for stage in [Stage::Encode, Stage::Denoise, Stage::Decode] {
-                let all = request.model.report.task(stage).unwrap().1.weights_bytes;
-                assert_eq!(weights(&needs, &request, stage).1, all, "{preset} {stage:?}");
-            }
-        }
-        let (needs, request) = under(60 * MIB, "preset = \"minimal\"");
-        let ring = request.model.report.task(Stage::Denoise).unwrap().1.largest_segment_bytes;
-        assert_eq!(weights(&needs, &request, Stage::Denoise), (ring, ring), "0 blocks where it does not fit whole");
-        let (needs, request) = under(1 << 30, "dit_gpu_blocks = 0\nvae_resident = false");
-        assert!(weights(&needs, &request, Stage::Denoise).1 <= 3 * ring);
-        let (needs, request) = under(1 << 30, "dit_gpu_blocks = 100000");
-        let all = request.model.report.task(Stage::Denoise).unwrap().1.weights_bytes;
-        assert_eq!(weights(&needs, &request, Stage::Denoise).1, all, "clamped");
-    }
-
-    #[test]
-    fn tiles_come_where_the_whole_does_not_fit_and_never_from_what_was_learned() {
-        let large =
-            |(needs, request): (DeviceNeeds, Admitted)| (needs, Admitted { width: 1024, height: 1024, ..request });
-        let tile = |budget, table: &str| {
-            let (needs, mut request) = large(under(budget, table));
-            needs.choose_tiles(&mut request);
-            assert_eq!(
-                (request.plan.vae_tile, request.plan.vae_tile_overlap),
-                (request.memory.vae.tile, request.memory.vae.overlap)
-            );
-            (request.plan.vae_tile, request.plan.vae_tile_overlap)
-        };
-        assert_eq!(tile(4 << 30, ""), (0, 0));
-        let (edge, overlap) = tile(300 * MIB, "");
-        assert!(edge > 0 && overlap == 0, "{edge} {overlap}");
-        assert_eq!(tile(300 * MIB, "vae_tiling = false"), (0, 0));
-        assert_eq!(tile(4 << 30, "vae_tiling = true").0, 512);
-        assert_eq!(tile(4 << 30, "vae_tiling = true\nvae_tile_size = 320\nvae_tile_overlap = 40"), (320, 40));
-
-        let (needs, mut request) = large(under(300 * MIB, ""));
-        needs.choose_tiles(&mut request);
-        let whole = Admitted { width: 1024, height: 1024, ..under(300 * MIB, "").1 };
-        needs.measured(&whole, Stage::Decode, None, 1, 0);
-        let before = request.plan.clone();
-        needs.choose_tiles(&mut request);
-        assert_eq!(request.plan, before);
-    }
-
-    /// Answers every stage with a number of its own, and counts how often it is asked.
-    struct Fixed(std::sync::atomic::AtomicUsize);
-
-    impl DryRunner for Fixed {
-        fn dry_run<'a>(&'a self, _: &'a Path, question: &'a Question) -> Found<'a> {
-            self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            let found = question.stages.iter().map(|stage| (stage_name(*stage).to_owned(), 3 * MIB)).collect();
-            Box::pin(std::future::ready(Ok(found)))
-        }
-    }
-
-    #[tokio::test]
-    async fn a_shape_is_run_dry_once_and_its_number_is_the_one_that_is_leased() {
-        let runner = Arc::new(Fixed(std::sync::atomic::AtomicUsize::new(0)));
-        let needs = needs().with_dry_runs(runner.clone());
-        let request = fixtures::admitted();
-        let by_formula = needs.estimate(&request, Stage::Decode, None).unwrap();
-        for _ in 0..3 {
-            needs.prepare(&request).await;
-        }
-        assert_eq!(runner.0.load(std::sync::atomic::Ordering::Relaxed), 1);
-        let dry = needs.estimate(&request, Stage::Decode, None).unwrap();
-        assert!(dry.source == Source::DryRun && dry.working_set < by_formula.working_set, "{dry:?} {by_formula:?}");
-        // Fewer tokens than the bound by which it was admitted take less, by the same run.
-        let fewer = needs.estimate(&request, Stage::Denoise, Some(154)).unwrap();
-        assert_eq!(fewer.source, Source::DryRun);
-        let formula = Admitted { memory: MemoryPlan { dry_run: false, ..request.memory.clone() }, ..request.clone() };
-        assert_eq!(needs.estimate(&formula, Stage::Decode, None).unwrap().source, Source::Formula);
     }
 }
