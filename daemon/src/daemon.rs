@@ -16,29 +16,21 @@ use sd_proto::instance::{self, DeviceLock, DeviceLockError, Holder, InstanceLock
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::api::{Backing, ControlService, GenerationService, Identity, Live};
+use crate::api::Identity;
 use crate::arena::{Arena, ArenaLimits, host_free};
-use crate::clock::RuntimeClock;
+use crate::assembly::Parts;
 use crate::config::{self, Config};
 use crate::devices;
 use crate::ids::DeviceId;
-use crate::jobs::durable::{self, DiskStore, Keeper, Store, StoreError};
+use crate::jobs::durable::{self, DiskStore, Store, StoreError};
 use crate::jobs::{Admission, Drained, Jobs};
-use crate::journal::Journal;
 use crate::memory;
-use crate::models::Registry;
 use crate::notify;
 use crate::residency::device::{DeviceError, HostMemory};
-use crate::residency::estimate::Estimator;
-use crate::residency::peaks::Peaks;
-use crate::residency::{Bytes, DeviceConfig, Residency};
+use crate::residency::{Bytes, DeviceConfig};
 use crate::serve::PublicServer;
 use crate::sockets::{Listener, SocketError, SocketFiles, bind_unix, prepare_runtime_dir};
-use crate::stages::Dispatcher;
-use crate::stages::keep_alive::KeepAlive;
 use crate::stages::memory::MemoryPlan;
-use crate::stages::needs::DeviceNeeds;
-use crate::stages::operate::Operating;
 use crate::workers::Workers;
 
 /// What calls that are being answered may take once all jobs have ended.
@@ -109,7 +101,7 @@ impl DaemonError {
     }
 }
 
-fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> DaemonError {
+pub(crate) fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> DaemonError {
     let what = what.into();
     move |source| DaemonError::System { what, source }
 }
@@ -292,7 +284,7 @@ fn preset_warnings(config: &Config) -> Vec<(String, String)> {
 }
 
 /// The effective configuration as clients are shown it: a preset that the host is too small for says so.
-fn shown(config: &Config) -> Vec<config::Value> {
+pub(crate) fn shown(config: &Config) -> Vec<config::Value> {
     let mut values = config.values();
     for (key, warning) in preset_warnings(config) {
         for value in values.iter_mut().filter(|value| value.key == key) {
@@ -346,79 +338,6 @@ async fn take_up(store: Option<Arc<dyn Store>>, admission: &Admission, jobs: &Jo
     let count = durable::take_up(store, admission, jobs).await;
     if count > 0 {
         tracing::info!(jobs = count, "took up what was accepted before");
-    }
-}
-
-/// What is built of the configuration.
-struct Parts {
-    workers: Workers,
-    jobs: Jobs,
-    admission: Admission,
-    generation: GenerationService,
-    control: ControlService,
-    shutdown: CancellationToken,
-    /// Ends streams that have no end of their own.
-    ending: CancellationToken,
-}
-
-impl Parts {
-    fn build(
-        config: &Config,
-        (device, configured_budget): (DeviceConfig, u64),
-        gpus: Vec<DeviceConfig>,
-        arena: Arena,
-        identity: Identity,
-        (link, link_path): (tokio::net::UnixListener, &Path),
-        store: Option<Arc<dyn Store>>,
-    ) -> Result<Self, DaemonError> {
-        let workers = Workers::launch(config.worker_binary.clone(), config.workers.clone(), link, link_path)
-            .map_err(system("start the spawning thread"))?;
-        let (id, budget, total) = (device.id.clone(), device.budget, device.total);
-        let journal = Journal::default();
-        let clock = Arc::new(RuntimeClock::new());
-        let residency = Residency::start([vec![device], gpus].concat(), arena.clone(), clock, journal.clone());
-        residency.set_holders(Arc::new(workers.clone()));
-        workers.observe(Arc::new(residency.clone()));
-        let estimator = Estimator::cpu().remembering(Peaks::open(&config.peaks_file));
-        let needs = DeviceNeeds::new(id.clone(), budget, estimator)
-            .of_total(total, configured_budget)
-            .configured(config.memory.clone())
-            .with_dry_runs(Arc::new(workers.clone()));
-        let needs = Arc::new(needs);
-        let dispatcher = Dispatcher::new(
-            residency.clone(),
-            workers.clone(),
-            arena.clone(),
-            Arc::clone(&needs) as _,
-            id,
-            config.threads,
-        );
-        let dispatcher = dispatcher.explained_in(journal.clone()).remembering(config.cache);
-        let quarantine = dispatcher.quarantine();
-        let registry = Registry::new(config.models.clone(), Arc::new(workers.clone()));
-        let admission = Admission::new(registry, config.jobs.clone(), needs);
-        let dispatcher = Arc::new(dispatcher);
-        let jobs = Jobs::start_with(dispatcher.clone(), config.jobs.clone(), store.map(Keeper::start));
-        let (shutdown, ending) = (CancellationToken::new(), CancellationToken::new());
-        jobs.follow(&journal);
-        let keep_alive = KeepAlive { time: config.keep_alive, ..KeepAlive::default() };
-        tokio::spawn(keep_alive.keep(residency.clone(), workers.clone()));
-        let overview = Arc::new(Live { residency, workers: workers.clone(), arena });
-        let generation = GenerationService::new(jobs.clone(), admission.clone());
-        let backing = Backing {
-            jobs: jobs.clone(),
-            admission: admission.clone(),
-            overview,
-            journal,
-            operator: Arc::new(Operating(dispatcher)),
-            quarantine,
-            ending: ending.clone(),
-            shutdown: shutdown.clone(),
-            drain_grace: config.drain,
-            config: Arc::new(shown(config)),
-        };
-        let control = ControlService::new(identity, backing);
-        Ok(Self { workers, jobs, admission, generation, control, shutdown, ending })
     }
 }
 

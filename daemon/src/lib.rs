@@ -12,6 +12,7 @@
 
 pub mod api;
 pub mod arena;
+mod assembly;
 pub mod cli;
 pub mod clock;
 pub mod config;
