@@ -13,6 +13,7 @@
 //! its leases until somebody needs the bytes.
 
 pub mod device;
+mod effects;
 pub mod estimate;
 mod handle;
 pub mod invariants;

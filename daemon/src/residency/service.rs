@@ -6,14 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use sd_proto::v1;
 use tokio::sync::{broadcast, mpsc, oneshot};
-use tracing::{debug, info, warn};
+use tracing::debug;
 
 use super::device::{DeviceConfig, ProbeError, Shown};
-use super::handle::{Afterwards, ComputeToken, Granted, Holders, OnRelease};
+use super::handle::{Afterwards, ComputeToken, Granted, Holders};
 use super::lease::{Incarnation, LeaseId, LeaseVector, Purpose, Refusal, RequestId};
-use super::ledger::{Decision, DecisionKind, Effect, Event, Ledger, Upcoming};
+use super::ledger::{Decision, Event, Ledger, Upcoming};
 use super::view::DeviceSnapshot;
 use crate::arena::Arena;
 use crate::clock::{Clock, Moment};
@@ -66,30 +65,30 @@ pub(super) struct Device {
 }
 
 /// Somebody who waits until what processes of a device give back is proven.
-struct Watch {
-    processes: BTreeSet<Incarnation>,
+pub(super) struct Watch {
+    pub(super) processes: BTreeSet<Incarnation>,
     /// Proven so far.
-    bytes: u64,
+    pub(super) bytes: u64,
     reply: oneshot::Sender<u64>,
 }
 
 pub(super) struct Owner {
     pub(super) devices: BTreeMap<DeviceId, Device>,
-    arena: Arena,
+    pub(super) arena: Arena,
     pub(super) clock: Arc<dyn Clock>,
-    holders: Option<Arc<dyn Holders>>,
-    commands: mpsc::WeakUnboundedSender<Command>,
-    decisions: broadcast::Sender<Decision>,
-    journal: Journal,
+    pub(super) holders: Option<Arc<dyn Holders>>,
+    pub(super) commands: mpsc::WeakUnboundedSender<Command>,
+    pub(super) decisions: broadcast::Sender<Decision>,
+    pub(super) journal: Journal,
     /// Whether the queue is read, and what it says.
     queue: (bool, Vec<Upcoming>),
-    watches: Vec<Watch>,
-    offers: HashMap<RequestId, oneshot::Sender<()>>,
+    pub(super) watches: Vec<Watch>,
+    pub(super) offers: HashMap<RequestId, oneshot::Sender<()>>,
     /// Where each process holds leases or is waited for.
     pub(super) places: HashMap<Incarnation, DeviceId>,
     pub(super) pids: HashMap<Incarnation, u32>,
-    granting: HashMap<RequestId, oneshot::Sender<Result<Granted, Refusal>>>,
-    computing: HashMap<RequestId, oneshot::Sender<Result<ComputeToken, Refusal>>>,
+    pub(super) granting: HashMap<RequestId, oneshot::Sender<Result<Granted, Refusal>>>,
+    pub(super) computing: HashMap<RequestId, oneshot::Sender<Result<ComputeToken, Refusal>>>,
 }
 
 /// Runs until every handle is gone.
@@ -356,109 +355,6 @@ impl Owner {
             known
         });
         self.answer_watches();
-    }
-
-    /// Carries an effect out; a measurement leads to another event.
-    fn carry_out(&mut self, device: &DeviceId, effect: Effect) -> Option<Event> {
-        match effect {
-            Effect::Granted { id, incarnation, leases, waited, shared_memory } => {
-                let commands = self.commands.clone();
-                let release = OnRelease { commands, device: device.clone(), id, afterwards: Afterwards::Keep };
-                let shared_memory = self.arena.promise(shared_memory);
-                let granted = Granted::new(incarnation, leases, waited, shared_memory, release);
-                match self.granting.remove(&id) {
-                    // Who no longer waits drops it, and so releases it.
-                    Some(reply) => drop(reply.send(Ok(granted))),
-                    None => drop(granted),
-                }
-            }
-            Effect::Refused { id, refusal } => {
-                if let Some(reply) = self.granting.remove(&id) {
-                    let _ = reply.send(Err(refusal));
-                }
-            }
-            Effect::TokenGranted { id } => {
-                if let Some(offer) = self.offers.remove(&id) {
-                    let _ = offer.send(());
-                    return None;
-                }
-                let token = ComputeToken { commands: self.commands.clone(), device: device.clone(), id };
-                match self.computing.remove(&id) {
-                    Some(reply) => drop(reply.send(Ok(token))),
-                    None => drop(token),
-                }
-            }
-            Effect::Measure { incarnation } => return self.measure(device, incarnation),
-            Effect::Decided(decision) => self.tell(decision),
-            Effect::Grant { incarnation, lease, request_id } => {
-                let term = self.devices.get(device)?.config.rules.term;
-                self.holders.as_ref()?.grant(incarnation, lease, request_id, term);
-            }
-            Effect::Revise { incarnation, lease, to, deadline } => {
-                self.holders.as_ref()?.revise(incarnation, lease, to, deadline);
-            }
-            Effect::Retire { incarnation } => self.holders.as_ref()?.retire(incarnation),
-            Effect::Kill { incarnation, cause } => self.holders.as_ref()?.kill(incarnation, cause),
-            Effect::Proven { incarnation, lease, bytes, proof } => {
-                for watch in self.watches.iter_mut().filter(|watch| watch.processes.contains(&incarnation)) {
-                    watch.bytes += bytes;
-                }
-                self.holders.as_ref()?.proof(incarnation, lease, bytes, proof);
-            }
-        }
-        None
-    }
-
-    fn measure(&self, device: &DeviceId, incarnation: Incarnation) -> Option<Event> {
-        let pid = *self.pids.get(&incarnation)?;
-        match self.devices.get(device)?.config.probe.process(pid) {
-            Ok(Shown::Bytes(bytes)) => Some(Event::Measured { incarnation, bytes: Some(bytes) }),
-            Ok(Shown::Nothing) => Some(Event::Measured { incarnation, bytes: None }),
-            Ok(Shown::Hidden { free }) => Some(Event::Seen { incarnation, free }),
-            Err(error) => {
-                // Proves nothing: the ledger asks again, and the bytes stay charged.
-                warn!(incarnation, pid, %device, %error, "cannot measure a process");
-                None
-            }
-        }
-    }
-
-    fn tell(&self, decision: Decision) {
-        let (device, incarnation) = (&decision.device, decision.incarnation);
-        let job = decision.job.as_ref().map(JobId::as_str);
-        let sent = v1::Decision::from(&decision);
-        let lease = decision.lease.map(|lease| lease.0);
-        let bytes = (sent.bytes > 0).then_some(sent.bytes);
-        match decision.kind {
-            DecisionKind::Degraded { .. }
-            | DecisionKind::DeviceLost { .. }
-            | DecisionKind::Killed(_)
-            | DecisionKind::Overdraft { .. } => {
-                warn!(%device, incarnation, lease, bytes, job, "{decision}");
-            }
-            // Its asker looks for another process: nothing is refused to a job.
-            DecisionKind::Refused(Refusal::HolderGone { .. }) => {
-                debug!(%device, incarnation, lease, bytes, job, "{decision}")
-            }
-            DecisionKind::Refused(_)
-            | DecisionKind::TakesBack { .. }
-            | DecisionKind::Capacity { .. }
-            | DecisionKind::Held { .. }
-            | DecisionKind::Unheld
-            | DecisionKind::Recovered => info!(%device, incarnation, lease, bytes, job, "{decision}"),
-            DecisionKind::WaitsForBytes { .. }
-            | DecisionKind::WaitsForSharedMemory { .. }
-            | DecisionKind::WaitsForProcess
-            | DecisionKind::WaitsForDevice { .. }
-            | DecisionKind::Granted { .. }
-            | DecisionKind::Proven { .. } => debug!(%device, incarnation, lease, bytes, job, "{decision}"),
-        }
-        // That a process has gone is no decision about the request: its asker chooses another one.
-        if !matches!(decision.kind, DecisionKind::Refused(Refusal::HolderGone { .. })) {
-            self.journal.record(sent);
-        }
-        // Nobody has to listen.
-        let _ = self.decisions.send(decision);
     }
 
     /// A view with what the device shows now of others. One that is only observed has no ledger that follows them.
