@@ -1,6 +1,7 @@
 //! Ledger, service and GPU probe together, over a driver that is played and with time that stands still: what counts as proof, what
 //! a stranger takes, and what becomes of those who wait when a device is lost.
 
+mod ledger_support;
 mod simulated;
 
 use std::time::Duration;

@@ -48,7 +48,7 @@ async fn every_decision_stands_in_the_journal() {
         probe: Arc::new(Device(stage.clone())),
     };
     let residency = Residency::start(vec![device], arena, Arc::new(RuntimeClock::new()), journal.clone());
-    residency.set_holders(stage.clone());
+    residency.set_holders(stage.calls.clone());
     drop(residency.request(vector(1, 30, 40)).await.unwrap());
     drop(residency.request(vector(2, 60, 60)).await);
     residency.snapshot().await;

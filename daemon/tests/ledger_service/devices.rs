@@ -51,7 +51,7 @@ async fn capacity_follows_what_others_use() {
     };
     let arena = Arena::new(&format!("cap{:08x}", std::process::id()), ArenaLimits { bytes: 1 << 20 });
     let residency = Residency::start(vec![device], arena, Arc::new(RuntimeClock::new()), Journal::default());
-    residency.set_holders(stage.clone());
+    residency.set_holders(stage.calls.clone());
     tokio::time::sleep(60 * SECOND).await;
     assert_eq!(*probe.readings.lock().unwrap(), 0, "nobody holds anything and nobody waits");
     // Sixty are a stranger's when the request comes: it waits, and is granted when they have been free for a while.

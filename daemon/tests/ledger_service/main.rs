@@ -1,5 +1,8 @@
 //! The owner task: what callers see, with time that stands still and processes that are played.
 
+#[path = "../ledger_support/mod.rs"]
+mod ledger_support;
+
 mod decisions;
 mod devices;
 mod lives;

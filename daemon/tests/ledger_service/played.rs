@@ -3,63 +3,32 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use sdd::arena::{Arena, ArenaLimits};
 use sdd::clock::RuntimeClock;
-use sdd::ids::{DeviceId, JobId, Tenant};
+use sdd::ids::DeviceId;
 use sdd::journal::Journal;
-use sdd::residency::{
-    DeviceConfig, DeviceProbe, GrantedLease, Holders, Incarnation, LeaseId, LeaseKill, LeasePart, LeaseVector, Proof,
-    Purpose, Residency, Rules,
-};
+use sdd::residency::{DeviceConfig, DeviceProbe, Incarnation, LeaseVector, Residency, Rules};
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Call {
-    Grant(Incarnation, Purpose, u64),
-    Revise(Incarnation, LeaseId, u64),
-    Proof(Incarnation, u64, Proof),
-    Retire(Incarnation),
-    Kill(Incarnation, LeaseKill),
-}
+use super::ledger_support;
+pub(crate) use super::ledger_support::calls::Call;
+use super::ledger_support::calls::Calls;
 
 /// Records what the residency wants of processes, and plays the device: pid = incarnation.
 #[derive(Default)]
 pub(crate) struct Stage {
-    calls: Mutex<Vec<Call>>,
+    pub(crate) calls: Arc<Calls>,
     pub(crate) bytes: Mutex<BTreeMap<u32, u64>>,
     pub(crate) blind: Mutex<bool>,
 }
 
 impl Stage {
     pub(crate) fn calls(&self) -> Vec<Call> {
-        std::mem::take(&mut *self.calls.lock().unwrap())
-    }
-
-    fn record(&self, call: Call) {
-        self.calls.lock().unwrap().push(call);
+        self.calls.take()
     }
 
     pub(crate) fn holds(&self, pid: u32, bytes: u64) {
         self.bytes.lock().unwrap().insert(pid, bytes);
-    }
-}
-
-impl Holders for Stage {
-    fn grant(&self, incarnation: Incarnation, lease: GrantedLease, _: u64, _: Duration) {
-        self.record(Call::Grant(incarnation, lease.purpose, lease.bytes));
-    }
-    fn revise(&self, incarnation: Incarnation, lease: LeaseId, to: u64, _: Duration) {
-        self.record(Call::Revise(incarnation, lease, to));
-    }
-    fn proof(&self, incarnation: Incarnation, _: LeaseId, bytes: u64, proof: Proof) {
-        self.record(Call::Proof(incarnation, bytes, proof));
-    }
-    fn retire(&self, incarnation: Incarnation) {
-        self.record(Call::Retire(incarnation));
-    }
-    fn kill(&self, incarnation: Incarnation, cause: LeaseKill) {
-        self.record(Call::Kill(incarnation, cause));
     }
 }
 
@@ -74,20 +43,9 @@ impl DeviceProbe for Device {
     }
 }
 
+/// A vector with a context of 10 bytes.
 pub(crate) fn vector(incarnation: Incarnation, weights: u64, working_set: u64) -> LeaseVector {
-    LeaseVector {
-        device: DeviceId::cpu(),
-        incarnation,
-        tenant: Tenant::from("uid:1"),
-        job: JobId::from(format!("job{incarnation}")),
-        holder: format!("stage {incarnation}"),
-        parts: vec![
-            LeasePart::exactly(Purpose::Context, 10),
-            LeasePart::exactly(Purpose::Weights, weights),
-            LeasePart::exactly(Purpose::WorkingSet, working_set),
-        ],
-        shared_memory: 0,
-    }
+    ledger_support::vector(incarnation, 10, weights, working_set)
 }
 
 pub(crate) fn residency(budget: u64) -> (Residency, Arc<Stage>, Arena) {
@@ -102,7 +60,7 @@ pub(crate) fn residency(budget: u64) -> (Residency, Arc<Stage>, Arena) {
         probe: Arc::new(Device(stage.clone())),
     };
     let residency = Residency::start(vec![device], arena.clone(), Arc::new(RuntimeClock::new()), Journal::default());
-    residency.set_holders(stage.clone());
+    residency.set_holders(stage.calls.clone());
     (residency, stage, arena)
 }
 

@@ -1,6 +1,8 @@
 //! A ledger on a bench: events in, effects out, time by hand.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
+pub(crate) mod calls;
+
 use std::time::Duration;
 
 use sdd::arena::SharedPool;

@@ -6,17 +6,17 @@ use std::time::Duration;
 
 use sdd::arena::{Arena, ArenaLimits};
 use sdd::clock::RuntimeClock;
-use sdd::ids::{DeviceId, JobId, Tenant};
+use sdd::ids::DeviceId;
 use sdd::journal::Journal;
 use sdd::residency::device::{
     DriverFacts, GpuError, GpuFacts, GpuList, GpuMemory, GpuProbe, GpuProcess, GpuSource, HostFacts,
 };
-use sdd::residency::{
-    DeviceConfig, DeviceSnapshot, Granted, GrantedLease, Holders, Incarnation, LeaseId, LeaseKill, LeasePart,
-    LeaseVector, Proof, Purpose, Refusal, Residency, Rules,
-};
+use sdd::residency::{DeviceConfig, DeviceSnapshot, Granted, Incarnation, LeaseVector, Refusal, Residency, Rules};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
+
+pub(crate) use crate::ledger_support::calls::Call;
+use crate::ledger_support::{self, calls::Calls};
 
 pub(crate) const GIB: u64 = 1 << 30;
 const UUID: &str = "GPU-5d1f0c5e-0000-4000-8000-000000000001";
@@ -116,40 +116,6 @@ impl GpuSource for SimulatedGpu {
     }
 }
 
-/// What the residency wanted of processes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Call {
-    Revise(Incarnation, LeaseId, u64),
-    Proof(Incarnation, u64, Proof),
-    Retire(Incarnation),
-    Kill(Incarnation, LeaseKill),
-}
-
-#[derive(Default)]
-struct Calls(Mutex<Vec<Call>>);
-
-impl Calls {
-    fn record(&self, call: Call) {
-        self.0.lock().unwrap().push(call);
-    }
-}
-
-impl Holders for Calls {
-    fn grant(&self, _: Incarnation, _: GrantedLease, _: u64, _: Duration) {}
-    fn revise(&self, incarnation: Incarnation, lease: LeaseId, to: u64, _: Duration) {
-        self.record(Call::Revise(incarnation, lease, to));
-    }
-    fn proof(&self, incarnation: Incarnation, _: LeaseId, bytes: u64, proof: Proof) {
-        self.record(Call::Proof(incarnation, bytes, proof));
-    }
-    fn retire(&self, incarnation: Incarnation) {
-        self.record(Call::Retire(incarnation));
-    }
-    fn kill(&self, incarnation: Incarnation, cause: LeaseKill) {
-        self.record(Call::Kill(incarnation, cause));
-    }
-}
-
 /// A residency over a played GPU. Processes have their incarnation as pid.
 pub(crate) struct Host {
     pub(crate) gpu: Arc<SimulatedGpu>,
@@ -197,9 +163,9 @@ impl Host {
         UUID.into()
     }
 
-    /// What was wanted of processes since this was asked last.
+    /// What was wanted of processes since this was asked last, but for grants.
     pub(crate) fn calls(&self) -> Vec<Call> {
-        std::mem::take(&mut *self.calls.0.lock().unwrap())
+        self.calls.take().into_iter().filter(|call| !matches!(call, Call::Grant(..))).collect()
     }
 
     pub(crate) async fn view(&self) -> DeviceSnapshot {
@@ -207,16 +173,7 @@ impl Host {
     }
 
     pub(crate) fn vector(&self, incarnation: Incarnation, weights: u64, working_set: u64) -> LeaseVector {
-        let parts = [(Purpose::Weights, weights), (Purpose::WorkingSet, working_set)];
-        LeaseVector {
-            device: self.id(),
-            incarnation,
-            tenant: Tenant::from("uid:1"),
-            job: JobId::from(format!("job{incarnation}")),
-            holder: format!("stage {incarnation}"),
-            parts: parts.into_iter().filter(|(_, b)| *b > 0).map(|(p, b)| LeasePart::exactly(p, b)).collect(),
-            shared_memory: 0,
-        }
+        LeaseVector { device: self.id(), ..ledger_support::vector(incarnation, 0, weights, working_set) }
     }
 
     /// A process that runs for a task and holds all that it was granted.
